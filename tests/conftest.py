@@ -30,7 +30,7 @@ hypothesis.settings.load_profile("any machine")
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Fixtures that take longest to build.
-_BUNDLES = {"workshop", "upper_bundle", "lora_bundle", "encoder", "llama_bundle", "make_chain", "make_kind"}
+_BUNDLES = {"workshop", "upper_bundle", "lora_bundle", "encoder", "llama_bundle", "make_chain", "make_blocks"}
 
 
 # Seconds after which no test of the second tier begins, so that a slow machine ends in time.
@@ -103,16 +103,16 @@ def upper_bundle(workshop: Path, made_once: FolderBuilder) -> Path:
 
 
 @pytest.fixture(scope="session")
-def pieces_bundle(workshop: Path, made_once: FolderBuilder) -> Path:
+def chunked_bundle(workshop: Path, made_once: FolderBuilder) -> Path:
     """The workshop's model for rows that are processed in chunks of 5 tokens."""
 
     def make(folder: Path) -> object:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(chain, "MOST_WHOLE_TOKENS", 5)
             patch.setattr(chain, "_CHUNK", 5)
-            return export(workshop / "model", folder / "pieces")
+            return export(workshop / "model", folder / "chunked")
 
-    return made_once("pieces", make) / "pieces"
+    return made_once("chunked", make) / "chunked"
 
 
 @pytest.fixture(scope="session")

@@ -115,7 +115,7 @@ def test_quoted_verbs_and_flags_exist(document: Path) -> None:
 
 
 def test_every_command_has_flags_of_its_verb(monkeypatch: pytest.MonkeyPatch) -> None:
-    def stop(kind: object, given: object, problems: list[str], prog: str) -> None:
+    def stop(settings_type: object, given: object, problems: list[str], prog: str) -> None:
         wrong = [each for each in problems if "is no flag" in each or "stands alone" in each]
         raise AssertionError(wrong) if wrong else SystemExit(0)
 

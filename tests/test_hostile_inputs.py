@@ -28,8 +28,8 @@ from prge.data.options import BuildOptions
 from prge.errors import DataError, PrgeError, shown
 from prge.generation.loop import GenerationSettings
 from prge.generation.prompts import Prompts
+from tests.device_runner.numpy_model import TEMPLATE, NumpyModel
 from tests.device_runner.serving.test_server import Child, served
-from tests.device_runner.speaking import TEMPLATE, Speaking
 from tests.refusals import raises
 
 # Invalid UTF-8 of a command line as Python represents it, and as JSON may escape it.
@@ -40,23 +40,25 @@ NO_IDS = [-1, 420, 2**31, 2**32, 2**63, 2**64, -(2**63), True, 1.0, 1.5, "1", No
 
 
 @pytest.fixture
-def speaking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Speaking:
-    speaking = Speaking(tmp_path / "bundle", TEMPLATE)
-    speaking.replaces(monkeypatch, generate, chat, session)
-    return speaking
+def numpy_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NumpyModel:
+    numpy_model = NumpyModel(tmp_path / "bundle", TEMPLATE)
+    numpy_model.replaces(monkeypatch, generate, chat, session)
+    return numpy_model
 
 
 Call = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def call(speaking: Speaking, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+def call(
+    numpy_model: NumpyModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Call:
     """Run a verb with bytes as standard input; return exit code, output and messages."""
 
     def call(verb: str, *words: object, given: bytes = b"") -> tuple[int, str, str]:
         # As a terminal of this machine decodes them.
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(given), "utf-8"))
-        settings = ["--bundle", speaking.folder, "--max-tokens", 4, "--temperature", 0]
+        settings = ["--bundle", numpy_model.folder, "--max-tokens", 4, "--temperature", 0]
         code = main([verb, *map(str, [*settings, *words])])
         return code, *capsys.readouterr()
 
@@ -83,22 +85,22 @@ def test_words_of_the_command_line_that_are_no_utf8(call: Call, text: str) -> No
 
 
 @pytest.mark.parametrize("text", ODD_TEXTS[1:])
-def test_odd_words_are_texts(speaking: Speaking, call: Call, text: str) -> None:
-    assert call("generate", "--prompt", text)[:2] == (0, speaking.answers(text, max_tokens=4).text + "\n")
+def test_odd_words_are_texts(numpy_model: NumpyModel, call: Call, text: str) -> None:
+    assert call("generate", "--prompt", text)[:2] == (0, numpy_model.answers(text, max_tokens=4).text + "\n")
 
 
 @pytest.mark.parametrize("content", NOT_UTF8)
-def test_standard_input_that_is_no_utf8(speaking: Speaking, call: Call, content: bytes) -> None:
+def test_standard_input_that_is_no_utf8(numpy_model: NumpyModel, call: Call, content: bytes) -> None:
     code, _, err = call("generate", "--prompt", "-", given=content)
     assert code == 2 and "standard input is not UTF-8" in err and "byte " in err
     code, out, err = call("chat", given=content + b"\nthe film was\n")
-    answer = speaking.answers([{"role": "user", "content": "the film was"}], max_tokens=4)
+    answer = numpy_model.answers([{"role": "user", "content": "the film was"}], max_tokens=4)
     assert (code, out) == (0, answer.text + "\n") and "the line is not UTF-8" in err
 
 
-def test_standard_input_with_odd_texts(speaking: Speaking, call: Call) -> None:
+def test_standard_input_with_odd_texts(numpy_model: NumpyModel, call: Call) -> None:
     for text in ODD_TEXTS:
-        expected = speaking.answers(text, max_tokens=4).text
+        expected = numpy_model.answers(text, max_tokens=4).text
         assert call("generate", "--prompt", "-", given=text.encode() + b"\r\n")[:2] == (0, expected + "\n")
 
 
@@ -163,17 +165,19 @@ def rows_of_a_format(folder: Path, text: str | bytes) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("text", [*SURROGATES, *NOT_UTF8])
-def test_rows_that_are_no_utf8(speaking: Speaking, call: Call, tmp_path: Path, text: str | bytes) -> None:
-    model = speaking.bundle.chain.model
+def test_rows_that_are_no_utf8(
+    numpy_model: NumpyModel, call: Call, tmp_path: Path, text: str | bytes
+) -> None:
+    model = numpy_model.bundle.chain.model
     for path in rows_of_a_format(tmp_path, text):
         with pytest.raises(DataError):
-            load_examples(path, speaking.tokenizer, model, options=BuildOptions(objective="auto"))
+            load_examples(path, numpy_model.tokenizer, model, options=BuildOptions(objective="auto"))
         assert call("generate", "--data", path)[0] == 2, path
         with pytest.raises(DataError):
-            read_prompts(path, Prompts(speaking.tokenizer))
+            read_prompts(path, Prompts(numpy_model.tokenizer))
 
 
-def test_values_that_json_has_no_type_for(speaking: Speaking, tmp_path: Path) -> None:
+def test_values_that_json_has_no_type_for(numpy_model: NumpyModel, tmp_path: Path) -> None:
     """Dates, durations and bytes of tables within messages, whereas templates take JSON."""
     import datetime
 
@@ -185,12 +189,12 @@ def test_values_that_json_has_no_type_for(speaking: Speaking, tmp_path: Path) ->
         path = tmp_path / "a.parquet"
         parquet.write_table(pyarrow.table({"messages": [messages]}), path)
         with raises(DataError, "not-json", containing=shown(extra)):
-            load_examples(path, speaking.tokenizer, speaking.bundle.chain.model)
+            load_examples(path, numpy_model.tokenizer, numpy_model.bundle.chain.model)
 
 
 @pytest.mark.parametrize("text", SURROGATES)
-def test_feedback_that_is_no_utf8(speaking: Speaking, text: str) -> None:
-    examples = FeedbackExamples(speaking.tokenizer, speaking.bundle.chain.model)
+def test_feedback_that_is_no_utf8(numpy_model: NumpyModel, text: str) -> None:
+    examples = FeedbackExamples(numpy_model.tokenizer, numpy_model.bundle.chain.model)
     messages = [{"role": "user", "content": text}]
     for row in (
         {"prompt": "a", "answer": "b", "correction": text},
@@ -204,11 +208,11 @@ def test_feedback_that_is_no_utf8(speaking: Speaking, text: str) -> None:
     examples.build({"prompt": "a", "answer": "b", "correction": " c"})
 
 
-def test_python(speaking: Speaking) -> None:
-    model = prge.load(speaking.folder)
-    expected = speaking.answers("the film", max_tokens=4)
-    ids = [1, *speaking.tokenizer.encode("the film")] if speaking.tokenizer.begin else []
-    ids = ids or speaking.tokenizer.encode("the film")
+def test_python(numpy_model: NumpyModel) -> None:
+    model = prge.load(numpy_model.folder)
+    expected = numpy_model.answers("the film", max_tokens=4)
+    ids = [1, *numpy_model.tokenizer.encode("the film")] if numpy_model.tokenizer.begin else []
+    ids = ids or numpy_model.tokenizer.encode("the film")
     for prompt in (
         "the film",
         np.str_("the film"),
@@ -222,7 +226,7 @@ def test_python(speaking: Speaking) -> None:
     for messages in (conversation, tuple(conversation), [{**conversation[0], "n": np.int64(3)}]):
         assert (
             model.generate(messages, max_tokens=4).tokens
-            == speaking.answers(conversation, max_tokens=4).tokens
+            == numpy_model.answers(conversation, max_tokens=4).tokens
         )
     bad: list[Any] = [
         *SURROGATES,
@@ -270,7 +274,7 @@ def child(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Child]:
         assert server.health()
 
 
-ASKED = {"model": "base", "prompt": "the film", "max_tokens": 3, "temperature": 0}
+REQUEST = {"model": "base", "prompt": "the film", "max_tokens": 3, "temperature": 0}
 CHAT = {"model": "base", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "temperature": 0}
 
 
@@ -279,20 +283,20 @@ def test_bodies_with_ids_that_are_none(child: Child) -> None:
         for prompt in ([each], [5, each], [[5], [each]]):
             if prompt in (["1"], [[1]]):  # a list of texts, and one of prompts
                 continue
-            status, answer = child.ask({**ASKED, "prompt": prompt})
+            status, answer = child.ask({**REQUEST, "prompt": prompt})
             assert status == 400 and "prompt" in answer["error"]["message"], prompt
         for name in ("max_tokens", "n", "top_k", "stop", "model", "logit_bias", "stream_options"):
-            status, answer = child.ask({**ASKED, name: each})
+            status, answer = child.ask({**REQUEST, name: each})
             assert status in (200, 400, 404), (name, each)
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "seed", "user"):
-            assert child.ask({**ASKED, name: each})[0] in (200, 400), (name, each)
+            assert child.ask({**REQUEST, name: each})[0] in (200, 400), (name, each)
         for name in ("chat_template_kwargs", "messages", "max_completion_tokens"):
             assert child.ask({**CHAT, name: each}, "/v1/chat/completions")[0] in (200, 400), (name, each)
         for name in ("id", "index", "rating", "correction"):
             row = {"id": "a", "rating": "good", name: each}
             assert child.ask(row, "/v1/feedback")[0] in (400, 404), (name, each)
         assert child.ask({"version": each}, "/v1/adapters/back")[0] in (400, 404, 409)
-    assert child.ask({**ASKED, "prompt": [5, 419 - 1]})[0] == 200
+    assert child.ask({**REQUEST, "prompt": [5, 419 - 1]})[0] == 200
 
 
 @pytest.mark.parametrize("content", [*NOT_UTF8, b"\\ud800", b"\\udfff\\ud800"])
@@ -327,7 +331,7 @@ def test_bodies_with_texts_that_are_none(child: Child, content: bytes) -> None:
 
 @pytest.mark.parametrize("text", ODD_TEXTS)
 def test_bodies_with_odd_texts_are_answered(child: Child, text: str) -> None:
-    assert child.ask({**ASKED, "prompt": text, "stop": [text]})[0] == 200
+    assert child.ask({**REQUEST, "prompt": text, "stop": [text]})[0] == 200
     status, answer = child.ask(
         {**CHAT, "messages": [{"role": "user", "content": text}]}, "/v1/chat/completions"
     )

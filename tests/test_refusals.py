@@ -40,7 +40,7 @@ class Taken(NamedTuple):
 
     prog: str
     settings: type[Any]
-    kinds: Mapping[str, Any]
+    field_types: Mapping[str, Any]
 
 
 @functools.cache
@@ -49,8 +49,10 @@ def verbs() -> tuple[Taken, ...]:
     taken: list[Taken] = []
     below: list[str] = []
 
-    def keep_settings(settings_type: type[Any], kinds: Mapping[str, Any], prog: str, shown: object) -> None:
-        taken.append(Taken(prog, settings_type, kinds))
+    def keep_settings(
+        settings_type: type[Any], field_types: Mapping[str, Any], prog: str, shown: object
+    ) -> None:
+        taken.append(Taken(prog, settings_type, field_types))
 
     def keep_verbs(prog: str, helps: Mapping[str, str], about: str) -> None:
         below.extend(helps)
@@ -83,7 +85,7 @@ def test_every_path_setting_is_an_input_or_an_output() -> None:
     unknown = {
         (taken.prog, name)
         for taken in verbs()
-        for name, field_type in taken.kinds.items()
+        for name, field_type in taken.field_types.items()
         if contains_path_type(field_type)
         and not {name} & {*input_settings(taken.settings), *output_settings(taken.settings)}
     }
@@ -103,7 +105,7 @@ def test_every_stored_text_setting_is_classified() -> None:
     texts = {
         name
         for taken in kept
-        for name, field_type in taken.kinds.items()
+        for name, field_type in taken.field_types.items()
         if not contains_path_type(field_type) and not list_choices(field_type) and "str" in str(field_type)
     }
     assert texts - {*PATH_LIKE_SETTINGS} == texts & WORDS
@@ -190,9 +192,9 @@ def _words(taken: Taken, written: str, given: Path) -> Sequence[str]:
     names = [name for name, item in items.items() if is_required(item)]
     for choice in getattr(taken.settings, "ONE_OF", ()):
         names += [] if set(choice) & {*names, written} else [choice[0]]
-    words = ["--serial", "no-such-device"] if "serial" in taken.kinds else []
+    words = ["--serial", "no-such-device"] if "serial" in taken.field_types else []
     for name in names:
-        field_type = taken.kinds[name]
+        field_type = taken.field_types[name]
         if name == written:
             continue
         value: object

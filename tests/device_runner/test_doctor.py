@@ -97,7 +97,7 @@ def test_code_1_if_run_lacks_something_and_the_rest_is_still_checked(
 
 
 @pytest.mark.parametrize(
-    ("answer", "state", "found"),
+    ("answer", "state", "message"),
     [
         ("can't be loaded: ImportError: libtorch.so", "missing", "libtorch.so"),
         ({"backends": ["QnnBackend"], "threads": 4}, "missing", "without XnnpackBackend: it has QnnBackend"),
@@ -105,10 +105,10 @@ def test_code_1_if_run_lacks_something_and_the_rest_is_still_checked(
         (GOOD_ENGINE, "ok", "loads, with XnnpackBackend"),
     ],
 )
-def test_engine(answer: Any, state: str, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine(answer: Any, state: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "probe_engine", lambda: answer)
     engine, threads = check_of("engine"), check_of("threads")
-    assert (engine.state, found in engine.found) == (state, True)
+    assert (engine.state, message in engine.found) == (state, True)
     assert bool(engine.remedy) == (state == "missing")
     assert threads.state == ("warn" if isinstance(answer, str) else "ok")
 

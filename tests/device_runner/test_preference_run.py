@@ -78,14 +78,14 @@ def evaluations(out: Path) -> list[dict[str, Any]]:
     return [line for line in lines if line["event"] == "evaluation"]
 
 
-KINDS = [
+CASES = [
     (objective, estimator)
     for objective in ("auto", "ipo", "simpo", "orpo", "kto")
     for estimator in ("exact", "tangent", "antithetic")
 ]
 
 
-@pytest.mark.parametrize(("objective", "estimator"), [KINDS[0], *second_tier(*KINDS[1:])])
+@pytest.mark.parametrize(("objective", "estimator"), [CASES[0], *second_tier(*CASES[1:])])
 def test_it_learns_what_is_preferred_and_replays(
     settings: RunSettings, objective: ObjectiveName, estimator: Any, tmp_path: Path
 ) -> None:

@@ -89,7 +89,7 @@ def test_the_commands_that_come_next_are_for_this_run(tmp_path: Path) -> None:
     assert "prge generate" not in report(run)
 
 
-def test_curves_are_drawn_inside_the_page(tmp_path: Path) -> None:
+def test_the_page_contains_its_curves_as_svg(tmp_path: Path) -> None:
     text = report(write_run(tmp_path / "run"))
     assert text.count("<svg ") == 2
     assert "perplexity against steps" in text and "accuracy" not in text

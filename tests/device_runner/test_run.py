@@ -114,10 +114,12 @@ def test_it_reports_its_choices_for_rows_before_and_after_and_what_is_right(
         assert [each["right"] for each in samples] == [("No", "Yes")[row["label"]] for row in rows[:3]]
         assert all(each["text"] in ("No", "Yes") for each in samples)
     # The same scores as an evaluation of the same adapter.
-    told = tmp_path / "told.jsonl"
+    predictions = tmp_path / "predictions.jsonl"
     words = ["--bundle", settings.bundle, "--adapter", settings.out, "--data", settings.dev, "--task", task]
-    assert evaluate_verb.main([*map(str, words), "--limit", "3", "--predictions", str(told)]) == 0
-    assert [each["text"].strip() for each in _json_lines(told)] == [each["text"] for each in summary["after"]]
+    assert evaluate_verb.main([*map(str, words), "--limit", "3", "--predictions", str(predictions)]) == 0
+    assert [each["text"].strip() for each in _json_lines(predictions)] == [
+        each["text"] for each in summary["after"]
+    ]
     assert report([str(settings.out), "--out", str(tmp_path / "report.html")]) == 0
     assert "Right:" in (tmp_path / "report.html").read_text()
 
@@ -139,7 +141,7 @@ def test_the_journal_has_resolved_settings(settings: RunSettings) -> None:
     assert (stored.estimator, stored.queries) == ("tangent", QUERIES)
 
 
-def test_metrics_count_rows_and_tell_the_largest_tangent(settings: RunSettings) -> None:
+def test_metrics_count_rows_and_report_the_largest_tangent(settings: RunSettings) -> None:
     run(settings)
     steps = [r for r in _json_lines(settings.out / "metrics.jsonl") if r["event"] == "step"]
     assert [r["rows"] for r in steps] == [n * EXAMPLES * (1 + QUERIES) for n in range(1, STEPS + 1)]
@@ -319,7 +321,7 @@ def _signed(record: dict[str, Any]) -> str:
     return f'{{"crc32":"{zlib.crc32(content.encode()):08x}","record":{content}}}\n'
 
 
-LIES: list[tuple[str, dict[str, Any]]] = [
+IMPOSSIBLE_CHANGES: list[tuple[str, dict[str, Any]]] = [
     ("start", {"settings": []}),
     ("start", {"bundle": None}),
     ("step", {"scalars": []}),
@@ -335,28 +337,28 @@ LIES: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(
-    ("device", "kind", "changes"),
+    ("device", "record_type", "changes"),
     [
-        (is_encoder, kind, changes)
-        for kind, changes in LIES
+        (is_encoder, record_type, changes)
+        for record_type, changes in IMPOSSIBLE_CHANGES
         for is_encoder in (False, True)
-        if is_encoder or kind != "head"
+        if is_encoder or record_type != "head"
     ],
     indirect=["device"],
 )
 @pytest.mark.timeout(20)
 def test_a_journal_with_impossible_records_is_an_error(
-    settings: RunSettings, kind: str, changes: dict[str, Any], tmp_path: Path
+    settings: RunSettings, record_type: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     run(settings)
     shutil.rmtree(settings.out / "checkpoints")
     records = [line["record"] for line in _json_lines(settings.out / "journal.jsonl")]
-    number = next(n for n, record in enumerate(records) if record["kind"] == kind)
+    number = next(n for n, record in enumerate(records) if record["kind"] == record_type)
     records[number] = json.loads(json.dumps({**records[number], **changes}))
     (settings.out / "journal.jsonl").write_text("".join(map(_signed, records)))
     with raises(PrgeError, "journal-damaged", "settings-changed"):
         run(replace(settings, resume=settings.out))
-    if kind != "start":
+    if record_type != "start":
         with raises(RunError, "journal-damaged"):
             replay([str(settings.out), "--out", str(tmp_path / "replayed")])
 
@@ -473,8 +475,8 @@ def test_scores_of_cut_rows_say_so(
 ) -> None:
     """With the score: in the log, in metrics.jsonl, and in both forms of `prge eval`."""
     assert settings.dev is not None
-    asked, rest = ("text", {"label": 1}) if device.encoder else ("prompt", {"completion": " bad"})
-    short, long = {asked: "good film", **rest}, {asked: "good film " * 20, **rest}
+    text_field, rest = ("text", {"label": 1}) if device.encoder else ("prompt", {"completion": " bad"})
+    short, long = {text_field: "good film", **rest}, {text_field: "good film " * 20, **rest}
     settings.train.write_text(f"{json.dumps(short)}\n{json.dumps(short)}\n" * 4)
     if device.encoder:
         settings.train.write_text(f"{json.dumps(short)}\n{json.dumps({**short, 'label': 0})}\n" * 4)

@@ -11,8 +11,8 @@ from device_runner.serving.listen_settings import read_api_keys
 from device_runner.serving.settings import ServeSettings
 from device_runner.session.generation import adapters_by_name
 from prge.errors import BundleError, ConfigError
+from tests.numpy_generation_engine import make_adapter
 from tests.refusals import raises
-from tests.speakers import make_adapter
 
 EMPTY = ["", " ", "\n", "\t \r\n"]
 

@@ -444,19 +444,19 @@ def constants_of(export_again: Callable[[], object], monkeypatch: pytest.MonkeyP
     """Return the weights f32 whose codes an export writes, by the bytes of their shape and values."""
     from server_export.quantize.frozen import FrozenTensors, codes_name, scale_name
 
-    found: list[Any] = []
+    weights: list[Any] = []
     tensors = FrozenTensors.tensors
 
     def record_tensors(self: Any, *given: Any) -> Any:
         made = dict(tensors(self, *given))
         for codes, scale in ((made[codes_name(name)], made[scale_name(name)]) for name in self.layers):
             groups = codes.float().view(*scale.shape, -1) * scale.float().unsqueeze(2)
-            found.append(groups.view(codes.shape))
+            weights.append(groups.view(codes.shape))
         return iter(made.items())
 
     monkeypatch.setattr(FrozenTensors, "tensors", record_tensors)
     export_again()
-    return {str(tuple(each.shape)).encode() + each.numpy().tobytes(): each for each in found}
+    return {str(tuple(each.shape)).encode() + each.numpy().tobytes(): each for each in weights}
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
@@ -514,7 +514,7 @@ def test_a_merged_model_has_the_weights_of_the_training(
         assert "rounded to 8da4w" in card
         assert ("original weights, with which answers can differ" in card) == (weights == "original")
         assert ("rounded in the engine alone" in " ".join(card.split())) == (weights == "trained")
-    distances = {name: float(np.abs(found - expected).max()) for name, found in scores.items()}
+    distances = {name: float(np.abs(actual - expected).max()) for name, actual in scores.items()}
     assert distances["trained"] < 0.02 and distances["trained"] < distances["original"] / 2
 
 

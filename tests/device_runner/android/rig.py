@@ -157,7 +157,7 @@ def _examine(work: Path) -> dict[str, object]:
     checks = [
         runtime.megabytes <= MOST_MEGABYTES,
         runtime.tree == again.tree,
-        figures["max_scalar_difference"] <= MOST_DIFFERENCE,  # type: ignore[operator]
+        figures["max_projected_gradient_difference"] <= MOST_DIFFERENCE,  # type: ignore[operator]
         figures["max_adapter_difference"] <= 0.05 * figures["largest_adapter_value"],  # type: ignore[operator]
         figures["published"],
         figures["paused_while_hot"],
@@ -209,7 +209,7 @@ def _there(rig: Rig, runtime: Runtime, bundle: Path, here: Path, work: Path) -> 
     local, remote = (read_peft(find_adapter(run), opened.chain.modules).values for run in (here, there))
     return {
         "steps": STEPS,
-        "max_scalar_difference": _scalar_difference(here, there),
+        "max_projected_gradient_difference": _gradient_difference(here, there),
         "max_adapter_difference": float(np.abs(local - remote).max()),
         "largest_adapter_value": float(np.abs(local).max()),
         "paused_while_hot": paused,
@@ -304,7 +304,7 @@ def _run_words(bundle: Path) -> list[object]:
     ]  # fmt: skip
 
 
-def _scalar_difference(here: Path, there: Path) -> float:
+def _gradient_difference(here: Path, there: Path) -> float:
     """Return the largest difference of projected gradients between two runs.
 
     Raises:

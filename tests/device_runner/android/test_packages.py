@@ -84,7 +84,7 @@ def test_the_newest_packages_are_taken_and_a_lock_takes_them_again(
     packages = manifest["packages"]
     assert {name for name in packages["debian"]} == set(DEBIAN)
     assert all(facts["version"].endswith(LATER) for facts in packages["debian"].values())
-    assert all(len(facts["sha256"]) == 64 for kind in packages.values() for facts in kind.values())
+    assert all(len(facts["sha256"]) == 64 for group in packages.values() for facts in group.values())
     assert {f"{name}=={facts['version']}" for name, facts in packages["wheels"].items()} == set(WHEELS)
     assert "://" not in json.dumps(packages)
     process = subprocess.run(

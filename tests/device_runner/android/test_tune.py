@@ -161,8 +161,8 @@ def test_a_run_that_continued_without_this_machine_is_continued(
 def name_of(out: Path) -> str | None:
     """Return the prefix of the names of a tuning's runs on the phone, once it is known."""
     path = out / "tune.json"
-    found = json.loads(path.read_text())["found"] if path.is_file() else {}
-    return found.get("name_on_phone")
+    results = json.loads(path.read_text())["found"] if path.is_file() else {}
+    return results.get("name_on_phone")
 
 
 def test_a_phone_that_lacks_something_is_refused_at_once(

@@ -115,7 +115,7 @@ def compute_outputs(programs: LoweredBlocks, blocks: list[dict[str, Any]]) -> li
     return result
 
 
-def make_kinds(folder: Path, scheme: str) -> dict[bool, LoweredBlocks]:
+def make_block_types(folder: Path, scheme: str) -> dict[bool, LoweredBlocks]:
     """Lower two blocks; returns them by whether rows and tokens are dynamic.
 
     The program is the first block's without its data; both blocks have a weights file with the same keys.

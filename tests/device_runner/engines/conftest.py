@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(scope="session")
-def make_kind(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], LoweredBlocks]:
+def make_blocks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], LoweredBlocks]:
     """Return blocks by scheme and whether shapes are dynamic, lowered on first use."""
 
     @lru_cache
     def block_types(scheme: str) -> dict[bool, LoweredBlocks]:
-        from tests.device_runner.engines.blocks import make_kinds
+        from tests.device_runner.engines.blocks import make_block_types
 
-        return make_kinds(tmp_path_factory.mktemp(scheme), scheme)
+        return make_block_types(tmp_path_factory.mktemp(scheme), scheme)
 
     return lambda scheme, dynamic: block_types(scheme)[dynamic]
 

@@ -168,8 +168,8 @@ def scene(request: pytest.FixtureRequest, made_once: FolderBuilder) -> Scene:
 def check(scene: Scene, role: str, rows: Sequence[int], copies: int) -> None:
     """Check that each row's outputs and the sum of gradients equal those of rows alone."""
     result, gradient = scene.outputs(role, rows, copies)
-    for place, row in enumerate(rows):
-        assert result[place].tobytes() == scene.alone(role, row, copies)[0].tobytes(), (role, rows, place)
+    for index, row in enumerate(rows):
+        assert result[index].tobytes() == scene.alone(role, row, copies)[0].tobytes(), (role, rows, index)
     if role == BACKWARD:
         assert gradient.tobytes() == scene.added(rows).tobytes()
 
@@ -223,8 +223,8 @@ def test_states_from_the_cache_change_no_bit(scene: Scene, tmp_path: Path) -> No
     rows = [7, 2, 0, 3]
     for _ in range(2):
         result, gradient = scene.outputs(BACKWARD, rows, engine=engine)
-        for place, row in enumerate(rows):
-            assert result[place].tobytes() == scene.alone(BACKWARD, row)[0].tobytes()
+        for index, row in enumerate(rows):
+            assert result[index].tobytes() == scene.alone(BACKWARD, row)[0].tobytes()
         assert gradient.tobytes() == scene.added(rows).tobytes()
     assert cache.computed == len(rows) and cache.reused >= len(rows)
 

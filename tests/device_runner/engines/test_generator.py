@@ -120,9 +120,11 @@ def test_every_sequence_of_a_step_has_its_own_adapter_and_length(
         rows[sequence] = tokens, logits_of(oracle, adapter, tokens)
 
     def step(*sequences: int) -> None:
-        asked = {sequence: rows[sequence][0][generation_engine.length(sequence)] for sequence in sequences}
-        answers = generation_engine.step(asked)
-        assert answers.keys() == asked.keys()
+        next_tokens = {
+            sequence: rows[sequence][0][generation_engine.length(sequence)] for sequence in sequences
+        }
+        answers = generation_engine.step(next_tokens)
+        assert answers.keys() == next_tokens.keys()
         for sequence, logits in answers.items():
             position = generation_engine.length(sequence) - 1
             assert difference(logits, rows[sequence][1][position]) < tolerance
@@ -163,8 +165,8 @@ def test_a_check_has_logits_for_each_token_and_changes_nothing(
     expected = logits_of(oracle, adapter, tokens)
     bound = TOLERANCE if dtype == "float32" else 1e-2
     generation_engine = open_generation_engine(bundle, slots=2, precision=dtype)
-    beside, text = generation_engine.open(adapter_of(bundle, 2)), generation_engine.open(adapter)
-    generation_engine.feed(beside, tokens)
+    other, text = generation_engine.open(adapter_of(bundle, 2)), generation_engine.open(adapter)
+    generation_engine.feed(other, tokens)
     generation_engine.feed(text, tokens[:12])
     wrong = [tokens[12], *tokens_of(bundle, 7, seed=5)]
     assert difference(generation_engine.check(text, wrong)[0], expected[12]) < bound

@@ -32,15 +32,17 @@ PROBES = {name: example(name) for name in METHODS}
 
 
 @pytest.fixture(scope="module", params=["fp32", "8da4w"])
-def lowered(request: pytest.FixtureRequest, make_kind: Callable[[str, bool], LoweredBlocks]) -> LoweredBlocks:
+def lowered(
+    request: pytest.FixtureRequest, make_blocks: Callable[[str, bool], LoweredBlocks]
+) -> LoweredBlocks:
     """Blocks of each scheme, with dynamic shapes."""
-    return make_kind(request.param, True)
+    return make_blocks(request.param, True)
 
 
 @pytest.fixture(scope="module")
-def fp32(make_kind: Callable[[str, bool], LoweredBlocks]) -> LoweredBlocks:
+def fp32(make_blocks: Callable[[str, bool], LoweredBlocks]) -> LoweredBlocks:
     """Blocks whose packed weights are as large as the originals."""
-    return make_kind("fp32", True)
+    return make_blocks("fp32", True)
 
 
 @pytest.fixture
@@ -139,12 +141,12 @@ def _flip(path: Path) -> None:
 
 def _exchange(path: Path) -> None:
     """Exchange a packed file with the other block's, with their checksums."""
-    other = next(result for result in packed_of(path.parent) if result != path)
+    other = next(each for each in packed_of(path.parent) if each != path)
     for suffix in ("", ".checksum"):
-        actual, theirs = (Path(f"{result}{suffix}") for result in (path, other))
-        content = actual.read_bytes()
-        actual.write_bytes(theirs.read_bytes())
-        theirs.write_bytes(content)
+        first, second = (Path(f"{each}{suffix}") for each in (path, other))
+        content = first.read_bytes()
+        first.write_bytes(second.read_bytes())
+        second.write_bytes(content)
 
 
 @pytest.mark.parametrize(

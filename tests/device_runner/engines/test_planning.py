@@ -71,7 +71,7 @@ def test_every_row_passes_once_and_only_with_rows_of_its_length(
 
 
 @given(COUNTS, st.data())
-def test_rows_of_one_adapter_take_the_place_of_copies_too(counts: list[int], data: st.DataObject) -> None:
+def test_rows_of_one_adapter_replace_copies_too(counts: list[int], data: st.DataObject) -> None:
     lengths, mine = lengths_of(counts), some_of(counts, data)
     result = [*single_adapter_groups(mine, lengths, BOUNDS)]
     assert sorted(np.concatenate([rows.ravel() for rows in result]).tolist()) == mine.tolist()

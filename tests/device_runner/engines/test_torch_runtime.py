@@ -18,9 +18,11 @@ from tests.refusals import raises
 
 
 @pytest.fixture(scope="module", params=["fp32", "8da4w"])
-def lowered(request: pytest.FixtureRequest, make_kind: Callable[[str, bool], LoweredBlocks]) -> LoweredBlocks:
+def lowered(
+    request: pytest.FixtureRequest, make_blocks: Callable[[str, bool], LoweredBlocks]
+) -> LoweredBlocks:
     """Blocks of each scheme, with dynamic shapes."""
-    return make_kind(request.param, True)
+    return make_blocks(request.param, True)
 
 
 def loaded(lowered: LoweredBlocks, runtime: Any) -> list[dict[str, Any]]:
@@ -46,10 +48,10 @@ def test_read_only_inputs_are_accepted(lowered: LoweredBlocks) -> None:
 
 
 def test_weights_that_are_damaged_foreign_or_missing_give_an_error(
-    lowered: LoweredBlocks, make_kind: Callable[[str, bool], LoweredBlocks], tmp_path: Path
+    lowered: LoweredBlocks, make_blocks: Callable[[str, bool], LoweredBlocks], tmp_path: Path
 ) -> None:
     content = lowered.weights[0].read_bytes()
-    other = make_kind("8da4w" if lowered.scheme == "fp32" else "fp32", True).weights[0].read_bytes()
+    other = make_blocks("8da4w" if lowered.scheme == "fp32" else "fp32", True).weights[0].read_bytes()
     path = tmp_path / "damaged.ptd"
 
     def attempt() -> None:

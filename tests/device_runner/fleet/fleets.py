@@ -118,7 +118,7 @@ def ledger(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line)["record"] for line in lines]
 
 
-def kinds(folder: Path) -> list[str]:
+def record_types(folder: Path) -> list[str]:
     """Return the types of the lines in a device's ledger."""
     return [record["kind"] for record in ledger(folder)]
 

@@ -32,12 +32,12 @@ def test_every_setting_of_a_plan_is_in_the_hash(item: Any) -> None:
         "unit": "owner",
         "loss_normalisation": "token",
     }
-    beside = {"clip": 1.0, "share_directions": True} if item.name == "noise" else {}
+    needed = {"clip": 1.0, "share_directions": True} if item.name == "noise" else {}
     value = others.get(item.name) or (getattr(Plan, item.name) or 1) / 2
     if isinstance(getattr(Plan, item.name), int) and item.name not in others:
         value = getattr(Plan, item.name) + 1
-    other = replace(AGREEMENT, plan=Plan(**{item.name: value}, **beside))
-    assert other.sha256 != replace(AGREEMENT, plan=Plan(**beside)).sha256
+    other = replace(AGREEMENT, plan=Plan(**{item.name: value}, **needed))
+    assert other.sha256 != replace(AGREEMENT, plan=Plan(**needed)).sha256
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from prge.cli.main import main
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["srve"], "there is no verb 'srve' of prge fleet\n  did you mean `prge fleet serve`?"),
         (["serve", "--bundle", "b", "--out", "o"], "give --keys or --insecure, and not both"),
@@ -30,14 +30,14 @@ from prge.cli.main import main
 )
 def test_missing_settings_are_reported(
     words: list[str],
-    told: str,
+    message: str,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["fleet", *words]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 

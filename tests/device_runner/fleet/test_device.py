@@ -21,7 +21,7 @@ from device_runner.session.pauses import Pauses
 from prge.engine import FloatArray
 from prge.formats.journal import Journal
 from prge.training.privacy_accounting import epsilon_of
-from tests.device_runner.fleet.fleets import NODES, Fleet, kinds, ledger
+from tests.device_runner.fleet.fleets import NODES, Fleet, ledger, record_types
 from tests.device_runner.numpy_device import Killed
 
 NODE = NODES[0]
@@ -43,9 +43,9 @@ class Server:
     def steps(self, number: int, value: float = 0.0) -> RoundSteps:
         """Return the steps of a round."""
         count = self.plan.local_steps
-        scalars = np.full((count, int(np.prod(self.plan.shape))), value, np.float32)
+        projected_gradients = np.full((count, int(np.prod(self.plan.shape))), value, np.float32)
         few = np.zeros(count, np.float32)
-        return RoundSteps(count * number, few, few, scalars)
+        return RoundSteps(count * number, few, few, projected_gradients)
 
     def task(self, number: int, **changes: Any) -> bytes:
         """Return the task of a round that follows rounds of zeros, with changed fields."""
@@ -96,7 +96,7 @@ class TestOneResultPerLine:
             shutil.rmtree(server.folder / FLEETS)
         assert server.refusal(0) == "round 1 was answered, but its result is gone"
         assert isinstance(server.ask(1), RoundResult)
-        assert kinds(server.folder) == ["begun", "answered"] * 2
+        assert record_types(server.folder) == ["begun", "answered"] * 2
 
     def test_fleets_that_make_room_stay_in_the_ledger(self, fleet: Fleet) -> None:
         servers = [Server(fleet, name=name, out=fleet.folder / name, **NOISE) for name in "abcdef"]
@@ -106,13 +106,13 @@ class TestOneResultPerLine:
         assert "is gone" in servers[0].refusal(0)
 
     @pytest.mark.parametrize(
-        "way", [{}, {"estimator": "exact", "optimizer": "sgd"}], ids=["scalars", "changes"]
+        "method", [{}, {"estimator": "exact", "optimizer": "sgd"}], ids=["scalars", "changes"]
     )
     def test_killed_at_any_instant_it_sends_one_result(
-        self, fleet: Fleet, way: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+        self, fleet: Fleet, method: dict[str, Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Kill one device after another at each write to storage."""
-        server = Server(fleet, **NOISE, **way)
+        server = Server(fleet, **NOISE, **method)
         task, fsync, rename, append = server.task(0), os.fsync, os.replace, Journal.append
         instant, was_killed = 0, True
         while was_killed:
@@ -137,7 +137,7 @@ class TestOneResultPerLine:
                     reply, was_killed = set(), True
             reply |= {answer(twin, task), answer(twin, task)}
             assert len(reply) == 1 and isinstance(parse_reply(reply.pop()), RoundResult)
-            assert kinds(twin) == ["begun", "answered"]
+            assert record_types(twin) == ["begun", "answered"]
             instant += 1
         assert instant > 12
 
@@ -202,13 +202,13 @@ class TestRowsAreNotRevealed:
         reply = server.ask(0)
         assert isinstance(reply, RoundResult) and np.isfinite(reply.values).all() and not reply.losses.any()
 
-    def test_steps_too_large_are_refused_the_same_way_again(self, fleet: Fleet) -> None:
+    def test_steps_that_are_too_large_are_refused_again_without_computing(self, fleet: Fleet) -> None:
         """New noise would reveal more."""
         server = Server(fleet, **NOISE, optimizer="sgd", learning_rate=3e38, local_steps=6, estimator="exact")
         assert "diverge" in server.refusal(0)
         fleet.numpy.calls_left = 0
         assert "diverge" in server.refusal(0)
-        assert kinds(server.folder) == ["begun", "answered"]
+        assert record_types(server.folder) == ["begun", "answered"]
 
 
 class TestTasksOutsideThePlan:

@@ -20,45 +20,45 @@ from device_runner.replay import main as replay
 from prge.errors import ConfigError, RunError
 from prge.formats.journal import Journal
 from prge.formats.peft import read_peft
-from tests.device_runner.fleet.fleets import NODES, Fleet, kinds, play, same
+from tests.device_runner.fleet.fleets import NODES, Fleet, play, record_types, same
 from tests.device_runner.numpy_device import Killed
 from tests.refusals import raises
 
 NODE = NODES[0]
-WAYS: dict[str, dict[str, Any]] = {
+METHODS: dict[str, dict[str, Any]] = {
     "tangents": {},
     "one direction for all examples": {"share_directions": True, "queries": 8},
     "P-RGE": {"estimator": "antithetic", "queries": 8},
     "median": {"combine": "median"},
     "FedAvg, trimmed": {"estimator": "exact", "combine": "trimmed"},
 }
-ENCODERS = {f"encoder, {name}": WAYS[name] for name in ("tangents", "FedAvg, trimmed")}
+ENCODERS = {f"encoder, {name}": METHODS[name] for name in ("tangents", "FedAvg, trimmed")}
 NOISE: dict[str, Any] = {"share_directions": True, "clip": 1.0, "noise": 1.0, "queries": 8}
 BUDGET_EXCEEDED = TaskRefusal(
     "privacy_epsilon would be 9 after this round, but at most 1 is allowed"
 ).to_bytes()
 
 
-def ways(*names: str) -> pytest.MarkDecorator:
-    """Parametrize over some estimators, by default all; with an encoder if the name says so."""
-    chosen = {name: (WAYS | ENCODERS)[name] for name in names or (WAYS | ENCODERS)}
-    cases = [("encoder" if name in ENCODERS else "decoder", way) for name, way in chosen.items()]
-    return pytest.mark.parametrize(("fleet", "way"), cases, indirect=["fleet"], ids=list(chosen))
+def methods(*names: str) -> pytest.MarkDecorator:
+    """Parametrize over some methods, by default all; a name with `encoder` trains an encoder."""
+    chosen = {name: (METHODS | ENCODERS)[name] for name in names or (METHODS | ENCODERS)}
+    cases = [("encoder" if name in ENCODERS else "decoder", method) for name, method in chosen.items()]
+    return pytest.mark.parametrize(("fleet", "method"), cases, indirect=["fleet"], ids=list(chosen))
 
 
-@ways()
-def test_it_learns_its_rows(fleet: Fleet, way: dict[str, Any]) -> None:
-    _, reports = fleet.run(fleet.settings(**way, rounds=15))
+@methods()
+def test_it_learns_its_rows(fleet: Fleet, method: dict[str, Any]) -> None:
+    _, reports = fleet.run(fleet.settings(**method, rounds=15))
     losses = [report.loss or 0.0 for report in reports]
     assert sum(losses[-3:]) < 0.95 * sum(losses[:3])
     assert all(len(report.answered) == 3 and not report.refused for report in reports)
 
 
-@ways("P-RGE", "median", "FedAvg, trimmed", "encoder, tangents", "encoder, FedAvg, trimmed")
+@methods("P-RGE", "median", "FedAvg, trimmed", "encoder, tangents", "encoder, FedAvg, trimmed")
 def test_a_killed_server_resumes_with_the_same_bits(
-    fleet: Fleet, way: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    fleet: Fleet, method: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = fleet.settings(**way)
+    settings = fleet.settings(**method)
     fleet.run(settings, rounds=2)
     # A third round that devices answer, and that the journal holds only in part.
     with open_fleet(settings) as server:
@@ -77,7 +77,7 @@ def test_a_killed_server_resumes_with_the_same_bits(
     assert [report.number for report in reports] == [2, 3]
     whole, _ = fleet.run(replace(settings, out=tmp_path / "whole"), fleet.again)
     assert same(values, whole)
-    if "estimator" not in way or way["estimator"] != "exact":
+    if "estimator" not in method or method["estimator"] != "exact":
         assert replay([str(settings.out), "--out", str(tmp_path / "replayed")]) == 0
         assert "the same bits" in capsys.readouterr().out
 
@@ -140,10 +140,12 @@ def test_a_fleet_that_was_killed_at_its_start_starts_again(
     assert len(reports) == 4
 
 
-@ways("tangents", "FedAvg, trimmed", "encoder, tangents")
-def test_every_device_has_the_servers_bits_where_its_round_begins(fleet: Fleet, way: dict[str, Any]) -> None:
+@methods("tangents", "FedAvg, trimmed", "encoder, tangents")
+def test_every_device_has_the_servers_bits_where_its_round_begins(
+    fleet: Fleet, method: dict[str, Any]
+) -> None:
     """One device misses two rounds, another one joins late."""
-    settings = fleet.settings(**way, rounds=6)
+    settings = fleet.settings(**method, rounds=6)
     present = [NODES[:2], NODES[:2], NODES[:1], NODES[1:2], NODES, NODES]
     with open_fleet(settings) as server:
         for nodes in present:
@@ -154,9 +156,9 @@ def test_every_device_has_the_servers_bits_where_its_round_begins(fleet: Fleet, 
                 assert same(fleet.state(node, server.agreement).adapter.values, common)
 
 
-@ways("tangents", "P-RGE", "encoder, FedAvg, trimmed")
-def test_a_killed_device_sends_the_same_result(fleet: Fleet, way: dict[str, Any], tmp_path: Path) -> None:
-    with open_fleet(fleet.settings(**way)) as server:
+@methods("tangents", "P-RGE", "encoder, FedAvg, trimmed")
+def test_a_killed_device_sends_the_same_result(fleet: Fleet, method: dict[str, Any], tmp_path: Path) -> None:
+    with open_fleet(fleet.settings(**method)) as server:
         task = server.tasks([NODE])[NODE]
     folder = fleet.folder / str(NODE)
     twin = shutil.copytree(folder, tmp_path / "twin" / "device")
@@ -167,7 +169,7 @@ def test_a_killed_device_sends_the_same_result(fleet: Fleet, way: dict[str, Any]
         fleet.numpy.calls_left = 1
     fleet.numpy.calls_left = None
     assert reply == answer(twin, task)
-    assert kinds(folder) == ["begun", "answered"]
+    assert record_types(folder) == ["begun", "answered"]
 
 
 def test_rows_of_a_round_continue_after_those_of_the_last_one(fleet: Fleet) -> None:
@@ -454,7 +456,7 @@ class TestWithNoise:
 def test_states_of_old_fleets_are_sent_again(fleet: Fleet, tmp_path: Path) -> None:
     for name in "abcdef":
         fleet.run(fleet.settings(rounds=1, out=tmp_path / name, name=name))
-    assert kinds(fleet.folder / str(NODE)) == ["begun", "answered"] * 6
+    assert record_types(fleet.folder / str(NODE)) == ["begun", "answered"] * 6
     with open_fleet(fleet.settings(rounds=3, out=tmp_path / "long", name="a")) as server:
         play(server, fleet.direct)
         assert play(server, fleet.direct).answered == list(NODES)

@@ -59,17 +59,17 @@ def _figures(words: Words, **changes: Any) -> dict[str, Any]:
     return figures
 
 
-@pytest.mark.parametrize("way", [{}, {"estimator": "exact"}, {"partition": "dirichlet:0.3"}])
+@pytest.mark.parametrize("changes", [{}, {"estimator": "exact"}, {"partition": "dirichlet:0.3"}])
 def test_it_counts_what_it_sends_and_is_reproducible(
-    words: Words, way: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: Words, changes: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    first = _figures(words, **way)
+    first = _figures(words, **changes)
     assert f"up     {first['bytes_up']:,} bytes" in capsys.readouterr().out
     assert len(first["curve"]) == 6
     assert first["bytes_up"] == sum(entry["bytes_up"] for entry in first["curve"])
     assert first["rows"]["fewest"] >= 1
     assert first["before"]["loss"] == pytest.approx(first["curve"][0]["evaluation"]["loss"], rel=0.5)
-    again = _figures(words, **way, out=tmp_path / "again", name="films")
+    again = _figures(words, **changes, out=tmp_path / "again", name="films")
     assert [entry["loss"] for entry in again["curve"]] == [entry["loss"] for entry in first["curve"]]
 
 
@@ -80,11 +80,11 @@ def test_devices_stop_when_their_privacy_budget_is_spent(words: Words, tmp_path:
     assert len(figures["curve"]) < 40
 
 
-@pytest.mark.parametrize("way", [{}, {"estimator": "exact"}, {"combine": "trimmed"}])
+@pytest.mark.parametrize("changes", [{}, {"estimator": "exact"}, {"combine": "trimmed"}])
 def test_a_killed_simulation_resumes_with_the_same_figures(
-    words: Words, way: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: Words, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = _figures(words, **way, out=tmp_path / "whole", name="films")
+    whole = _figures(words, **changes, out=tmp_path / "whole", name="films")
     run_round = Simulation.run_round
 
     def killed(simulation: Simulation, fleet: Coordinator) -> RoundReport:
@@ -94,10 +94,10 @@ def test_a_killed_simulation_resumes_with_the_same_figures(
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(Simulation, "run_round", killed)
-        simulate.main(words(**way, name="films"))
+        simulate.main(words(**changes, name="films"))
     with raises(RunError, "rows-differ"):
-        simulate.main(words(**way, name="films", devices=9))
-    figures = _figures(words, **way, name="films")
+        simulate.main(words(**changes, name="films", devices=9))
+    figures = _figures(words, **changes, name="films")
     for name in ("after", "bytes_up"):
         assert figures[name] == whole[name]
     assert [entry["loss"] for entry in figures["curve"]] == [entry["loss"] for entry in whole["curve"]]

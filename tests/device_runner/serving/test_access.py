@@ -99,7 +99,7 @@ def test_dns_rebinding_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("origin", "found"),
+    ("origin", "expected"),
     [
         ("http://localhost:3000", 0),
         ("http://127.0.0.3", 0),
@@ -117,10 +117,10 @@ def test_dns_rebinding_is_refused() -> None:
         ("file://", 403),
     ],
 )
-def test_pages_of_other_origins_are_refused(origin: str, found: int) -> None:
+def test_pages_of_other_origins_are_refused(origin: str, expected: int) -> None:
     access = ListenFlags(host="my-phone").access((), False)
-    assert status(access, host="my-phone:8000", origin=origin) == found
-    assert status(access, "GET", "/health", host="my-phone:8000", origin=origin) == found
+    assert status(access, host="my-phone:8000", origin=origin) == expected
+    assert status(access, "GET", "/health", host="my-phone:8000", origin=origin) == expected
 
 
 def test_foreign_embeds_are_refused_and_links_are_not() -> None:
@@ -142,7 +142,7 @@ def test_the_page_and_its_files_need_no_key() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "found"),
+    ("content_type", "expected"),
     [
         ("application/json", 0),
         ("Application/JSON; charset=utf-8", 0),
@@ -154,13 +154,13 @@ def test_the_page_and_its_files_need_no_key() -> None:
         ("", 415),
     ],
 )
-def test_content_types_that_need_no_preflight_are_refused(kind: str, found: int) -> None:
-    assert status(content_type=kind) == found
-    assert status(method="GET", content_type=kind) == 0
+def test_content_types_that_need_no_preflight_are_refused(content_type: str, expected: int) -> None:
+    assert status(content_type=content_type) == expected
+    assert status(method="GET", content_type=content_type) == 0
 
 
 @pytest.mark.parametrize(
-    ("given", "found"),
+    ("given", "expected"),
     [
         ("Bearer secret", 0),
         ("bearer secret", 0),
@@ -176,9 +176,9 @@ def test_content_types_that_need_no_preflight_are_refused(kind: str, found: int)
         ("Bearer " + "secret" * 10_000, 401),
     ],
 )
-def test_a_key(given: str, found: int) -> None:
+def test_a_key(given: str, expected: int) -> None:
     access = Access(("secret",))
-    assert status(access, authorization=given) == found
+    assert status(access, authorization=given) == expected
     assert status(access) == 401 and status(access, path="/nothing") == 401
     assert status(access, "GET", "/health") == 0
     assert status(Access(), authorization=given) == 0

@@ -105,7 +105,7 @@ def test_deleted_rows_are_gone(tmp_path: Path) -> None:
     assert read(index) == []
 
 
-def test_a_file_edited_in_place_gives_no_wrong_row(tmp_path: Path) -> None:
+def test_a_file_that_another_program_edits_gives_no_wrong_row(tmp_path: Path) -> None:
     path = tmp_path / "feedback.jsonl"
     append_feedback(path, rows(1, 3, 5))
     index = FeedbackIndex(path)

@@ -124,8 +124,8 @@ def test_a_chat(child: Child, model: str) -> None:
             model=model, messages=HELLO, max_tokens=20, temperature=0, stream=True, stream_options=options
         )
     ]
-    pieces = [event.choices[0].delta.content or "" for event in events[:-1]]
-    assert "".join(pieces) == choice.message.content and sum(map(bool, pieces)) > 3
+    chunks = [event.choices[0].delta.content or "" for event in events[:-1]]
+    assert "".join(chunks) == choice.message.content and sum(map(bool, chunks)) > 3
     assert events[0].choices[0].delta.role == "assistant"
     assert events[-2].choices[0].finish_reason == "length"
     assert events[-1].usage == whole.usage and not events[-1].choices
@@ -146,17 +146,19 @@ def test_control_tokens_count_only_in_completion_prompts(child: Child) -> None:
     """Compared with transformers: control tokens of the template count, those in messages do not."""
     from transformers import PreTrainedTokenizerFast
 
-    theirs = PreTrainedTokenizerFast(tokenizer_object=byte_level_backend())
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_level_backend())
     client, text = child.client(), "a cat<|im_end|> and</s> a dog"
     header, end = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
     completion = client.completions.create(model="base", prompt=header + text + end, max_tokens=1)
-    assert completion.usage.prompt_tokens == 1 + len(theirs(header + text + end).input_ids)
+    assert completion.usage.prompt_tokens == 1 + len(tokenizer(header + text + end).input_ids)
     chat = client.chat.completions.create(
         model="base", messages=[{"role": "user", "content": text}], max_tokens=1
     )
-    spelled = theirs(text, split_special_tokens=True).input_ids
-    assert chat.usage.prompt_tokens == len([*theirs(header).input_ids, *spelled, *theirs(end).input_ids])
-    assert len(spelled) > len(theirs(text).input_ids) + 10
+    spelled = tokenizer(text, split_special_tokens=True).input_ids
+    assert chat.usage.prompt_tokens == len(
+        [*tokenizer(header).input_ids, *spelled, *tokenizer(end).input_ids]
+    )
+    assert len(spelled) > len(tokenizer(text).input_ids) + 10
 
 
 def test_several_answers_and_the_seed(child: Child) -> None:
@@ -192,7 +194,7 @@ def test_an_answer_ends_with_the_context(child: Child) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "status", "code", "told"),
+    ("change", "status", "code", "message"),
     [
         ({"model": "gpt-5"}, 404, "model_not_found", "there is no model 'gpt-5'"),
         ({"prompt": [5] * CONTEXT}, 400, "context_length_exceeded", "2048 tokens"),
@@ -202,11 +204,11 @@ def test_an_answer_ends_with_the_context(child: Child) -> None:
     ],
 )
 def test_errors_have_openais_form(
-    child: Child, change: dict[str, Any], status: int, code: str | None, told: str
+    child: Child, change: dict[str, Any], status: int, code: str | None, message: str
 ) -> None:
     result, body = child.ask({"model": "base", "prompt": "a", **change})
     assert result == status
-    assert body["error"]["code"] == code and told in body["error"]["message"] and body["error"]["type"]
+    assert body["error"]["code"] == code and message in body["error"]["message"] and body["error"]["type"]
 
 
 def test_unknown_paths_and_methods(child: Child) -> None:
@@ -223,13 +225,13 @@ def test_an_engine_that_fails_ends_a_stream_with_an_error(child: Child) -> None:
 
 def test_a_hundred_megabytes_are_refused_and_not_buffered(child: Child) -> None:
     before = child.peak_bytes()
-    piece, pieces = b" " * (1 << 20), 100
+    chunk, count = b" " * (1 << 20), 100
 
     def parts() -> Iterator[bytes]:
-        for _ in range(pieces):
-            yield piece
+        for _ in range(count):
+            yield chunk
 
-    for how in ({"Content-Length": str(pieces * len(piece))}, {"Transfer-Encoding": "chunked"}):
+    for how in ({"Content-Length": str(count * len(chunk))}, {"Transfer-Encoding": "chunked"}):
         headers = {"Content-Type": "application/json", **how}
         with closing(http.client.HTTPConnection(child.host, child.port, timeout=30)) as connection:
             connection.request(
@@ -311,7 +313,7 @@ def test_while_it_is_hot_no_completion_is_begun(tmp_path: Path) -> None:
         begun = child.client().completions.create(
             model="base", prompt="a", max_tokens=60, temperature=0, stream=True
         )
-        pieces = [next(iter(begun)).choices[0].text]
+        chunks = [next(iter(begun)).choices[0].text]
         zone.write_text("47000\n")
         status, answer = child.ask({"model": "base", "prompt": "a", "max_tokens": 1})
         assert status == 503 and answer["error"]["code"] == "paused"
@@ -319,8 +321,8 @@ def test_while_it_is_hot_no_completion_is_begun(tmp_path: Path) -> None:
         with pytest.raises(openai.InternalServerError) as refused:
             child.client().completions.create(model="base", prompt="a", max_tokens=1)
         assert refused.value.response.headers["Retry-After"] == "30"
-        pieces += [event.choices[0].text for event in begun]
-        assert "".join(pieces) == expected("base", 60, "a")
+        chunks += [event.choices[0].text for event in begun]
+        assert "".join(chunks) == expected("base", 60, "a")
         assert child.health() and child.client().models.list()
         zone.write_text("43000\n")
         assert child.ask({"model": "base", "prompt": "a"})[0] == 503

@@ -182,7 +182,7 @@ def need_ipv6() -> None:
         pytest.skip("this machine has no address ::1")
 
 
-def test_addresses_of_both_kinds() -> None:
+def test_an_ipv6_address_is_printed_in_brackets() -> None:
     need_ipv6()
     with listening.listening("::1", 0) as listener:
         assert listening.format_address(listener).startswith("[::1]:")

@@ -20,9 +20,9 @@ from prge.engine import FloatArray
 from prge.errors import DataError, EngineError
 from prge.generation.loop import GenerationSettings, Generator, Request, Ticket
 from prge.generation.prompts import Prompt
+from tests.numpy_generation_engine import NumpyGenerationEngine, make_adapter
 from tests.prge.data.tiny_tokenizers import byte_level_backend
 from tests.refusals import raises
-from tests.speakers import NumpyGenerationEngine, make_adapter
 
 TOKENIZER = Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, prepend_bos=True)
 
@@ -32,18 +32,18 @@ def request(*tokens: int, most: int = 5) -> Request:
 
 
 class Broken(NumpyGenerationEngine):
-    """A speaker with a mistake in it."""
+    """A generation engine with a defect."""
 
     def step(self, tokens: Mapping[int, int]) -> dict[int, FloatArray]:
         raise ZeroDivisionError("a mistake")
 
 
-def ended(told: Queue[GenerationEvent]) -> tuple[str, Ticket]:
+def ended(output: Queue[GenerationEvent]) -> tuple[str, Ticket]:
     """Return a completion's whole text, and its ticket."""
     text = ""
-    while isinstance(piece := told.get(timeout=10), str):
-        text += piece
-    return text, piece
+    while isinstance(event := output.get(timeout=10), str):
+        text += event
+    return text, event
 
 
 def test_text_and_the_ticket_arrive_in_order() -> None:

@@ -99,10 +99,10 @@ def test_flags_and_words_are_the_same_conditions() -> None:
     assert policy.constraints() == given
 
 
-def looked(gates: Pauses) -> tuple[str, list[str]]:
+def reason_and_messages(pauses: Pauses) -> tuple[str, list[str]]:
     """Return why work must wait, and the messages."""
     messages: list[str] = []
-    return gates.reason_to_wait(messages.append), messages
+    return pauses.reason_to_wait(messages.append), messages
 
 
 def test_hours_follow_a_clock_that_jumps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,13 +110,13 @@ def test_hours_follow_a_clock_that_jumps(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(
         time, "localtime", lambda: time.struct_time((2026, 1, 1, now[0] // 60, now[0] % 60, 0, 0, 1, 0))
     )
-    gates = Pauses(parse_when("22:00-07:00"), seconds=0)
+    pauses = Pauses(parse_when("22:00-07:00"), seconds=0)
     why = "not the time: it is 12:00, it waits for 22:00-07:00"
-    assert looked(gates) == (why, [f"paused, {why}"])
+    assert reason_and_messages(pauses) == (why, [f"paused, {why}"])
     now[0] = 6 * 60 + 59
-    assert looked(gates) == ("", ["going on after a pause of 0 s"])
+    assert reason_and_messages(pauses) == ("", ["going on after a pause of 0 s"])
     now[0] = 7 * 60
-    assert looked(gates)[0].startswith("not the time: it is 07:00")
+    assert reason_and_messages(pauses)[0].startswith("not the time: it is 07:00")
 
 
 def dumpsys(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
@@ -136,10 +136,12 @@ def test_a_phone_is_idle_while_its_screen_is_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, why: str
 ) -> None:
     dumpsys(tmp_path, monkeypatch, f"POWER MANAGER\n  mWakefulness={state}\n  mIsPowered=true")
-    assert looked(Pauses(parse_when("idle"), seconds=0))[0] == why
+    assert reason_and_messages(Pauses(parse_when("idle"), seconds=0))[0] == why
 
 
-def test_a_phone_that_does_not_tell_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_phone_whose_screen_is_not_readable_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     dumpsys(tmp_path, monkeypatch, "Permission Denial")
     with raises(ConfigError, "condition-not-measurable", containing="--when idle"):
         Pauses(parse_when("idle"))
@@ -163,17 +165,17 @@ def test_another_machine_is_idle_while_others_take_few_cores(
     fake.sleep = passed
     monkeypatch.setattr(module, "time", fake)
     passed(1)
-    gates = Pauses(parse_when("idle"), Sensors(tmp_path, tmp_path), seconds=0)
+    pauses = Pauses(parse_when("idle"), Sensors(tmp_path, tmp_path), seconds=0)
     passed(5, own=2.0, others=0.4)  # what the run itself takes is no use of the device
-    assert looked(gates)[0] == ""
+    assert reason_and_messages(pauses)[0] == ""
     passed(5, own=2.0, others=1.5)
-    assert looked(gates)[0] == "in use: other programs use 1.5 cores, the limit is 0.5"
+    assert reason_and_messages(pauses)[0] == "in use: other programs use 1.5 cores, the limit is 0.5"
     passed(5, others=0.4)
-    assert looked(gates)[0] == "in use: other programs use 0.4 cores, the limit is 0.25"
+    assert reason_and_messages(pauses)[0] == "in use: other programs use 0.4 cores, the limit is 0.25"
     passed(5, others=0.2)
-    assert looked(gates) == ("", ["going on after a pause of 0 s"])
+    assert reason_and_messages(pauses) == ("", ["going on after a pause of 0 s"])
 
 
-def test_a_machine_that_does_not_tell_is_refused(tmp_path: Path) -> None:
+def test_a_machine_whose_load_is_not_readable_is_refused(tmp_path: Path) -> None:
     with raises(ConfigError, "condition-not-measurable", containing=f"{tmp_path}/stat"):
         Pauses(parse_when("idle"), Sensors(tmp_path, tmp_path))

@@ -45,8 +45,10 @@ def agreements(tmp_path: Path) -> Callable[[Device], dict[tuple[str, float], Gra
         result = {}
         for epsilon in (SMALL, LARGE):
             for name, rule in difference_rules(QUERIES, epsilon).items():
-                scalars = [Differences(rule).measure(engine, step).projected_gradients for step in steps]
-                result[name, epsilon] = measure_agreement(np.array(scalars), np.array(along))
+                projected_gradients = [
+                    Differences(rule).measure(engine, step).projected_gradients for step in steps
+                ]
+                result[name, epsilon] = measure_agreement(np.array(projected_gradients), np.array(along))
         return result
 
     return measured

@@ -60,17 +60,17 @@ def system(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def gates(system: Path, **changes: Any) -> Pauses:
+def make_pauses(system: Path, **changes: Any) -> Pauses:
     settings = RunSettings(bundle=Path("b"), train=Path("t"), out=Path("o"), **changes)
     return Pauses(settings.constraints(), Sensors(system, system), seconds=0.02)
 
 
-def held(gate: Pauses, observer: MessageObserver, over: Any) -> None:
+def check_that_it_waits_for(pauses: Pauses, observer: MessageObserver, over: Any) -> None:
     """Wait until `over` is called a moment later."""
     thread = threading.Timer(0.2, over)
     thread.start()
     begin = time.monotonic()
-    gate.wait(observer)
+    pauses.wait(observer)
     assert time.monotonic() - begin > 0.15
     thread.join()
 
@@ -89,16 +89,16 @@ def test_what_can_not_be_read_is_null_with_a_reason(tmp_path: Path) -> None:
     json.dumps(record)
 
 
-def test_open_gates_do_nothing(system: Path) -> None:
+def test_conditions_that_hold_cause_no_pause(system: Path) -> None:
     observer = MessageObserver()
-    assert not gates(system, pause_above_celsius=45, pause_below_battery=20).wait(observer)
-    assert not gates(system).wait(observer)
+    assert not make_pauses(system, pause_above_celsius=45, pause_below_battery=20).wait(observer)
+    assert not make_pauses(system).wait(observer)
     assert not observer.texts and observer.paused == 0
 
 
 def test_too_hot_until_it_is_clearly_cooler(system: Path) -> None:
     observer = MessageObserver()
-    gate = gates(system, pause_above_celsius=39)
+    pauses = make_pauses(system, pause_above_celsius=39)
     write(system, "thermal/thermal_zone0/temp", 38000)
 
     def cool() -> None:
@@ -108,7 +108,7 @@ def test_too_hot_until_it_is_clearly_cooler(system: Path) -> None:
         for zone in (0, 1):
             write(system, f"thermal/thermal_zone{zone}/temp", 35900)
 
-    held(gate, observer, cool)
+    check_that_it_waits_for(pauses, observer, cool)
     assert observer.texts[0] == "paused, too hot: 40.0 degrees Celsius, the limit is 39"
     assert observer.waited == ["too hot: 40.0 degrees Celsius, the limit is 39"]
     assert "going on after a pause" in observer.texts[1] and observer.paused > 0.15
@@ -117,8 +117,8 @@ def test_too_hot_until_it_is_clearly_cooler(system: Path) -> None:
 def test_charge(system: Path) -> None:
     observer = MessageObserver()
     write(system, "power_supply/battery/capacity", 19)
-    held(
-        gates(system, pause_below_battery=20),
+    check_that_it_waits_for(
+        make_pauses(system, pause_below_battery=20),
         observer,
         lambda: write(system, "power_supply/battery/status", "Charging"),
     )
@@ -127,27 +127,29 @@ def test_charge(system: Path) -> None:
 
 def test_charger(system: Path) -> None:
     observer = MessageObserver()
-    gate = gates(system, only_charging=True)
-    held(gate, observer, lambda: write(system, "power_supply/battery/status", "Full"))
+    pauses = make_pauses(system, only_charging=True)
+    check_that_it_waits_for(pauses, observer, lambda: write(system, "power_supply/battery/status", "Full"))
     assert observer.texts[0] == "paused, not charging: it waits for a charger"
 
 
 def test_a_pause_ends_with_the_run(system: Path) -> None:
     observer = MessageObserver()
-    held(gates(system, only_charging=True), observer, lambda: setattr(observer, "stopped", True))
+    check_that_it_waits_for(
+        make_pauses(system, only_charging=True), observer, lambda: setattr(observer, "stopped", True)
+    )
     assert observer.texts == ["paused, not charging: it waits for a charger"]
 
 
-def test_a_gate_that_could_never_close_is_refused(tmp_path: Path) -> None:
+def test_a_condition_that_is_not_measurable_is_refused(tmp_path: Path) -> None:
     with raises(ConfigError, "condition-not-measurable", containing="--only-charging"):
-        gates(tmp_path, only_charging=True)
+        make_pauses(tmp_path, only_charging=True)
 
 
 def test_a_sensor_that_is_lost_is_reported_once(system: Path) -> None:
     observer = MessageObserver()
-    gate = gates(system, only_charging=True)
+    pauses = make_pauses(system, only_charging=True)
     (system / "class/power_supply/battery/status").unlink()
     for _ in range(2):
         time.sleep(0.03)
-        assert not gate.wait(observer)
+        assert not pauses.wait(observer)
     assert len(observer.texts) == 1 and "the charger can no longer be read" in observer.texts[0]

@@ -19,9 +19,9 @@ from prge.generation.prompts import Prompts
 from prge.training.checkpoint import TrainingState
 from prge.training.monitor import RunMonitor
 from prge.training.optimizers import make_optimizer
+from tests.numpy_generation_engine import NumpyGenerationEngine, make_adapter
 from tests.prge.data.tiny_tokenizers import byte_level_backend
 from tests.refusals import raises
-from tests.speakers import NumpyGenerationEngine, make_adapter
 
 TEMPLATE = "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
 TOKENIZER = Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, prepend_bos=True, chat_template=TEMPLATE)
@@ -109,8 +109,8 @@ def test_samples_before_during_and_after(start: Callable[..., Run]) -> None:
     assert [(each["step"], each["prompt"]) for each in records] == [
         (step, prompt) for step in (0, 2, 4, 5) for prompt in ("the film", "a dog")
     ]
-    asked = Prompts(TOKENIZER).encode_text("a dog")
-    request = Request(asked, make_adapter(4), GenerationSettings(64, overflow="truncate"))
+    prompt = Prompts(TOKENIZER).encode_text("a dog")
+    request = Request(prompt, make_adapter(4), GenerationSettings(64, overflow="truncate"))
     assert records[5]["text"] == Generator(NumpyGenerationEngine(), TOKENIZER).generate([request])[0].text
     assert records[1]["text"] != records[5]["text"]
     assert run.samples.summary() == {"before": records[:2], "after": records[-2:]}

@@ -116,7 +116,7 @@ def test_steps_to_evaluate_at_lie_within_the_run() -> None:
         parse_settings(RunSettings, [*words, "3", "9"], "prge run")
 
 
-def test_epochs_take_the_place_of_steps() -> None:
+def test_epochs_replace_steps() -> None:
     words = ["--bundle", "b", "--train", "t", "--out", "o", "--epochs", "2"]
     with raises(ConfigError, "settings-unusable", containing="--epochs"):
         parse_settings(RunSettings, [*words, "--steps", "8"], "prge run")

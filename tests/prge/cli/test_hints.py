@@ -75,8 +75,8 @@ def test_a_flag_of_another_tool_names_that_of_the_verb(word: str, actual: str) -
     ],
 )
 def test_hints_depend_on_the_verb(settings_type: type[RunSettings], word: str, message: str) -> None:
-    (told_first, *_) = problems(settings_type, word, "3")
-    assert told_first.startswith(f"{word} is no flag of this verb{message}")
+    (first, *_) = problems(settings_type, word, "3")
+    assert first.startswith(f"{word} is no flag of this verb{message}")
 
 
 def test_all_problems_are_reported_once_with_missing_settings() -> None:

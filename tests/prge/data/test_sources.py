@@ -257,7 +257,7 @@ def ask(tmp_path: Path, code: str, **environment: str) -> tuple[str, float]:
     return done.stdout, time.perf_counter() - begin
 
 
-TELL = """
+PRINT_ERROR = """
 try:
     read_source("nyu-mll/glue:sst2", "{part}")
 except DataError as error:
@@ -266,7 +266,7 @@ except DataError as error:
 
 
 def test_an_unreachable_hub_is_reported_at_once(tmp_path: Path) -> None:
-    message, seconds = ask(tmp_path, TELL.format(part="train"), HF_ENDPOINT="http://127.0.0.1:9")
+    message, seconds = ask(tmp_path, PRINT_ERROR.format(part="train"), HF_ENDPOINT="http://127.0.0.1:9")
     assert "the data set could not be loaded" in message and "HF_HUB_OFFLINE=1" in message
     assert seconds < 15
 
@@ -277,7 +277,7 @@ def test_offline_only_the_cache_is_read(tmp_path: Path) -> None:
     message, _ = ask(tmp_path, code, **offline)
     assert message.startswith("nyu-mll/glue:sst2 (validation) [Row(number=1")
     assert "nyu-mll/glue sst2 validation" in message
-    message, _ = ask(tmp_path, TELL.format(part="test"), **offline)
+    message, _ = ask(tmp_path, PRINT_ERROR.format(part="test"), **offline)
     assert "it has no test rows: its splits are train, validation" in message
 
 
@@ -319,10 +319,10 @@ def test_the_librarys_own_cache_is_read_offline(tmp_path: Path) -> None:
 
     output_of(CACHED)
     ask = "from prge.data.sources import read_source\nsource = read_source({!r}, {!r})\n"
-    tell = "print(source.name, [row.fields for row in source.rows])"
-    assert output_of(ask.format("someone/words", "train") + tell) == (
+    print_rows = "print(source.name, [row.fields for row in source.rows])"
+    assert output_of(ask.format("someone/words", "train") + print_rows) == (
         "someone/words (train) [{'sentence': 'one', 'label': 1}, {'sentence': 'two', 'label': 1}]\n"
     )
-    assert output_of(ask.format("someone/words:default", "dev") + tell) == (
+    assert output_of(ask.format("someone/words:default", "dev") + print_rows) == (
         "someone/words:default (validation) [{'sentence': 'three', 'label': 1}]\n"
     )

@@ -48,8 +48,8 @@ def prefixed_backend() -> Backend:
 
 def byte_fallback_backend() -> Backend:
     """A SentencePiece-like tokenizer like Llama 2's, which encodes unknown characters as bytes."""
-    pieces = ["<unk>", BOS, EOS, *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdefgh", "▁a", "▁b"]
-    vocabulary = {piece: number for number, piece in enumerate(pieces)}
+    tokens = ["<unk>", BOS, EOS, *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdefgh", "▁a", "▁b"]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
     backend = Backend(models.BPE(vocabulary, [("▁", "a"), ("▁", "b")], unk_token="<unk>", byte_fallback=True))
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     backend.decoder = decoders.Sequence(

@@ -67,7 +67,7 @@ def at(value: Json, path: tuple[Any, ...]) -> Json:
     return value
 
 
-PLACES = [*positions(block_of())]
+PATHS = [*positions(block_of())]
 MAY_BE_NULL = "window"
 # Rows of earlier bundles are whole, their blocks share no values, none is an expert; methods have no specs.
 MAY_LACK = ("chunk", "shared", "shared_in", "past", "experts", "input_specs", "output_specs")
@@ -125,7 +125,7 @@ def test_chunks_follow_each_other_and_none_has_one_token_alone(length: int, head
 
 
 @pytest.mark.parametrize(
-    "path", [p for p in PLACES if isinstance(p[-1], str) and p[-1] not in MAY_LACK], ids=str
+    "path", [p for p in PATHS if isinstance(p[-1], str) and p[-1] not in MAY_LACK], ids=str
 )
 def test_a_field_that_is_missing_is_named(path: tuple[Any, ...]) -> None:
     block = block_of()
@@ -142,7 +142,7 @@ def test_a_field_that_is_missing_is_named(path: tuple[Any, ...]) -> None:
 OTHERS = [None, True, 1.5, -1, 10**5000, math.inf, math.nan, "", "x" * 10**6, [], [[]], {}, {"a": [1]}]
 
 
-@pytest.mark.parametrize("path", PLACES, ids=str)
+@pytest.mark.parametrize("path", PATHS, ids=str)
 def test_a_value_of_another_type_is_refused(path: tuple[Any, ...]) -> None:
     before = at(block_of(), path)
     for value in OTHERS:
@@ -155,7 +155,7 @@ def test_a_value_of_another_type_is_refused(path: tuple[Any, ...]) -> None:
         assert len(str(refused.value)) < 3000 and refused.value.remedy
 
 
-@pytest.mark.parametrize("path", [path for path in PLACES if type(at(block_of(), path)) is int], ids=str)
+@pytest.mark.parametrize("path", [path for path in PATHS if type(at(block_of(), path)) is int], ids=str)
 def test_sizes_out_of_bounds_are_refused_without_allocating_memory(path: tuple[Any, ...]) -> None:
     for value in (-1, -(10**30), 10**30, 10**5000):
         block = block_of()
@@ -315,9 +315,9 @@ def test_a_block_saves_the_residuals_that_its_backward_pass_reads() -> None:
     chain = make_chain()
     assert [len(chain.residuals(number)) for number in range(4)] == [0, 2, 2, 1]
     block = block_of()
-    for kind in block["programs"][1:]:
+    for program in block["programs"][1:]:
         for role in RESIDUAL_ROLES:
-            del kind["methods"][role]
+            del program["methods"][role]
     # As bundles of an earlier version.
     before = Chain.from_json(block)
     assert before.roles == chain.roles and not any(map(before.residuals, range(4)))

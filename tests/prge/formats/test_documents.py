@@ -29,14 +29,14 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n"
     for before, name in zip("abcdefgh", "bcdefghi", strict=True)
 )
-SCALARS = (
+LEAVES = (
     st.none()
     | st.booleans()
     | st.integers(-(10**50), 10**50)
     | st.floats(allow_nan=False, allow_infinity=False)
 )
 VALUES = st.recursive(
-    SCALARS | st.text(st.characters(exclude_categories=["Cs"]), max_size=8),
+    LEAVES | st.text(st.characters(exclude_categories=["Cs"]), max_size=8),
     lambda inner: (
         st.lists(inner, max_size=4) | st.dictionaries(st.text("abc", max_size=3), inner, max_size=4)
     ),
@@ -133,12 +133,12 @@ def test_a_file_that_is_too_large(tmp_path: Path) -> None:
         read_yaml(path)
 
 
-@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
-def test_reading_does_not_block_on_what_is_not_a_regular_file(tmp_path: Path, kind: str) -> None:
-    path = {"pipe": tmp_path / "pipe", "device": Path("/dev/zero"), "folder": tmp_path}[kind]
-    if kind == "pipe":
+@pytest.mark.parametrize("file_type", ["pipe", "device", "folder"])
+def test_reading_does_not_block_on_what_is_not_a_regular_file(tmp_path: Path, file_type: str) -> None:
+    path = {"pipe": tmp_path / "pipe", "device": Path("/dev/zero"), "folder": tmp_path}[file_type]
+    if file_type == "pipe":
         os.mkfifo(path)
-    with pytest.raises(OSError, match=kind):
+    with pytest.raises(OSError, match=file_type):
         read_json(path)
 
 

@@ -199,15 +199,15 @@ def test_an_adapter_of_another_base_model_is_refused_by_hash_or_commit(
     refused: bool,
 ) -> None:
     names = ("base_model_name_or_path", "revision")
-    theirs, ours = (
+    adapter, template = (
         write_folder(tmp_path / folder, tensors(), **dict(zip(names, each, strict=True)))
-        for folder, each in (("theirs", named), ("ours", expected))
+        for folder, each in (("adapter", named), ("template", expected))
     )
     if not refused:
-        read_compatible_adapter(theirs, MODULES, ours)
+        read_compatible_adapter(adapter, MODULES, template)
         return
     with raises(AdapterError, "adapter-does-not-fit", containing=str(named[0]).partition("@")[0]):
-        read_compatible_adapter(theirs, MODULES, ours)
+        read_compatible_adapter(adapter, MODULES, template)
 
 
 def test_a_folder_without_an_adapter_says_what_it_needs(tmp_path: Path, template: Path) -> None:
@@ -373,8 +373,8 @@ def test_what_peft_writes_is_read(tmp_path: Path, dtype: str) -> None:
     )
     for name in ("q_proj", "v_proj"):
         layer = model.base_model.model[0][name]
-        for matrices, ours in ((layer.lora_A, adapter.lora_a), (layer.lora_B, adapter.lora_b)):
-            matrix = ours[f"0.{name}"]
+        for matrices, values in ((layer.lora_A, adapter.lora_a), (layer.lora_B, adapter.lora_b)):
+            matrix = values[f"0.{name}"]
             assert matrix.dtype == np.float32
             assert np.array_equal(matrix, matrices["default"].weight.detach().float().numpy())
 
@@ -495,7 +495,7 @@ def test_pickled_weights_are_not_read(template: Path) -> None:
         read_lora(template)
 
 
-def test_an_adapter_is_found_by_its_run_result_checkpoint_or_folder(tmp_path: Path, template: Path) -> None:
+def test_an_adapter_is_read_from_its_run_result_checkpoint_or_folder(tmp_path: Path, template: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     (run / "journal.jsonl").write_text("")

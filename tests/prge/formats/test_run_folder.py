@@ -109,16 +109,18 @@ def test_an_invalid_record_is_an_error_for_charts_but_not_for_a_resume(tmp_path:
 
 
 @pytest.mark.parametrize("name", [METRICS, LOG, LOCK])
-@pytest.mark.parametrize("kind", ["link", "pipe", "device"])
+@pytest.mark.parametrize("file_type", ["link", "pipe", "device"])
 @pytest.mark.timeout(10)
-def test_links_pipes_and_devices_are_refused_without_blocking(tmp_path: Path, name: str, kind: str) -> None:
+def test_links_pipes_and_devices_are_refused_without_blocking(
+    tmp_path: Path, name: str, file_type: str
+) -> None:
     target, folder = tmp_path / "target", tmp_path / "run"
     target.write_bytes(b"kept")
     folder.mkdir()
-    if kind == "pipe":
+    if file_type == "pipe":
         os.mkfifo(folder / name)
     else:
-        (folder / name).symlink_to(target if kind == "link" else "/dev/full")
+        (folder / name).symlink_to(target if file_type == "link" else "/dev/full")
     with raises(RunError, "write-failed", containing=name):
         if name == LOCK:
             with run_lock(folder):

@@ -18,9 +18,9 @@ from prge.generation.loop import FED_AT_ONCE, Completion, GenerationSettings, Ge
 from prge.generation.prompts import Prompt
 from prge.generation.sampling import SamplingSettings, TokenSampler
 from prge.generation.text_stream import TextStream
+from tests.numpy_generation_engine import NumpyGenerationEngine, make_adapter
 from tests.prge.data.tiny_tokenizers import byte_level_backend
 from tests.refusals import raises
-from tests.speakers import NumpyGenerationEngine, make_adapter
 
 TOKENIZER = Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, prepend_bos=True)
 PLAIN = make_adapter()
@@ -131,7 +131,7 @@ def test_a_long_prompt_is_prefilled_in_chunks_while_others_continue() -> None:
     assert list(short.wait(0).tokens) == alone(short.request)
 
 
-def test_text_comes_piece_by_piece_and_the_end_after_it() -> None:
+def test_text_comes_in_chunks_and_then_the_end() -> None:
     message: list[Any] = []
     generator = Generator(NumpyGenerationEngine(), TOKENIZER)
     ticket = generator.submit(make_request(max_tokens=30), message.append, message.append)
@@ -326,9 +326,9 @@ def test_nothing_is_shared_between_adapters() -> None:
 
 def test_alternating_conversations_keep_their_sequences() -> None:
     generator = Generator(NumpyGenerationEngine(slots=2), TOKENIZER)
-    ours, theirs = [1, *range(5, 15)], [1, *range(40, 50)]
+    first, second = [1, *range(5, 15)], [1, *range(40, 50)]
     for _ in range(3):
-        for turn in (ours, theirs):
+        for turn in (first, second):
             (answer,) = generator.generate([make_request(turn, max_tokens=3)])
             turn += [*answer.tokens, 9]
     assert answer.fed_tokens == 2

@@ -36,23 +36,25 @@ def byte_tokens(content: bytes) -> list[int]:
     return [3 + byte for byte in content]
 
 
-@pytest.mark.parametrize("kind", tokenizers())
+@pytest.mark.parametrize("tokenizer_name", tokenizers())
 @given(text=TEXTS)
 @settings(max_examples=80)
-def test_joined_pieces_are_the_text_of_all_tokens(kind: str, text: str) -> None:
-    tokenizer = tokenizers()[kind]
+def test_joined_chunks_are_the_text_of_all_tokens(tokenizer_name: str, text: str) -> None:
+    tokenizer = tokenizers()[tokenizer_name]
     tokens = tokenizer.encode(text)
     stream = TextStream(tokenizer)
     shown = parts(stream, tokens)
     assert "".join(shown) == stream.text == tokenizer.decode(tokens, special=False)
-    assert REPLACEMENT not in stream.text or kind == "prefixed"
+    assert REPLACEMENT not in stream.text or tokenizer_name == "prefixed"
 
 
-@pytest.mark.parametrize("kind", tokenizers())
+@pytest.mark.parametrize("tokenizer_name", tokenizers())
 @given(before=TEXTS, text=TEXTS)
 @settings(max_examples=80)
-def test_a_text_goes_on_from_its_prompt_with_the_prompts_spaces(kind: str, before: str, text: str) -> None:
-    tokenizer = tokenizers()[kind]
+def test_a_text_goes_on_from_its_prompt_with_the_prompts_spaces(
+    tokenizer_name: str, before: str, text: str
+) -> None:
+    tokenizer = tokenizers()[tokenizer_name]
     prompt, tokens = tokenizer.encode(before), tokenizer.encode(text)
     shown = parts(TextStream(tokenizer, before=[1, *prompt]), tokens)
     whole = tokenizer.decode([*prompt, *tokens], special=False)
@@ -73,9 +75,9 @@ def test_a_character_is_held_back_until_it_is_whole() -> None:
     assert stream.finish() == ""
 
 
-@pytest.mark.parametrize("kind", ["byte-level", "byte fallback"])
-def test_a_character_that_never_becomes_whole_ends_as_the_replacement_character(kind: str) -> None:
-    tokenizer = tokenizers()[kind]
+@pytest.mark.parametrize("tokenizer_name", ["byte-level", "byte fallback"])
+def test_a_character_that_never_becomes_whole_ends_as_the_replacement_character(tokenizer_name: str) -> None:
+    tokenizer = tokenizers()[tokenizer_name]
     tokens = tokenizer.encode("a你😀")[:-1]
     shown = parts(TextStream(tokenizer), tokens)
     assert "".join(shown) == "a你" + REPLACEMENT
@@ -121,9 +123,9 @@ def test_a_stop_word_across_tokens_ends_the_text_before_it_and_never_shows() -> 
     assert stream.finish() == ""
 
 
-@pytest.mark.parametrize("kind", tokenizers())
-def test_a_text_without_a_prompt_begins_without_a_space(kind: str) -> None:
-    tokenizer = tokenizers()[kind]
+@pytest.mark.parametrize("tokenizer_name", tokenizers())
+def test_a_text_without_a_prompt_begins_without_a_space(tokenizer_name: str) -> None:
+    tokenizer = tokenizers()[tokenizer_name]
     stream = TextStream(tokenizer, ["\nUser:"], None)
     assert "".join(parts(stream, tokenizer.encode("  a cat "))) == "a cat "
     ended = TextStream(tokenizer, ["\nb:"], None)

@@ -124,7 +124,7 @@ def test_the_chain_rule_between_outputs_and_losses(encoder: bool, folds: int) ->
     loss = Loss(examples, outputs, head=head)
     length = 1e-5
     above, below = (
-        [replace(loss, outputs=outputs + scale * way).losses[0] for way in along]
+        [replace(loss, outputs=outputs + scale * direction).losses[0] for direction in along]
         for scale in (length, -length)
     )
     expected = (np.stack(above) - np.stack(below)) / (2 * length)
@@ -178,9 +178,9 @@ def test_losses_of_ragged_examples_match_autograd(examples: list[Example], seed:
     np.testing.assert_allclose(alone.grad_outputs, logprobs.grad, rtol=1e-9, atol=1e-13)
 
     jacobian = torch.autograd.functional.jacobian(lambda given: by_torch(given, examples), logprobs)
-    ways = random.normal(size=(4, outputs.shape[1]))
-    expected = ways @ jacobian.numpy().T
-    np.testing.assert_allclose(alone.jvp(ways), expected, rtol=1e-9, atol=1e-12)
+    directions = random.normal(size=(4, outputs.shape[1]))
+    expected = directions @ jacobian.numpy().T
+    np.testing.assert_allclose(alone.jvp(directions), expected, rtol=1e-9, atol=1e-12)
 
 
 @settings(max_examples=20)

@@ -87,7 +87,7 @@ def test_projected_gradients_are_derivatives_of_the_mean_over_tokens(examples: l
     np.testing.assert_allclose(measured.projected_gradients.mean(-1), expected, atol=1e-3)
 
 
-def test_equal_lengths_have_the_same_bits_either_way() -> None:
+def test_rows_of_equal_length_have_the_same_bits_with_each_normalisation() -> None:
     examples = [completion(row, [row, 2, 3, 4], 2) for row in range(1, 5)]
     engine = NumpyEngine()
     adapter = make_nonzero_adapter(engine)

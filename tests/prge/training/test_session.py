@@ -154,5 +154,5 @@ def test_a_step_is_replayed_by_the_estimator_that_computed_it(
     second, steps = open_session(changed, engine, data, store), Steps()
     second.train(steps)
     assert steps.computed == [*range(2, 9)]
-    kinds = ["gradient" in record or "scalars" in record for record in store.journal.records]
-    assert any(kinds) and np.isfinite(second.state.adapter.values).all()
+    has_gradient = ["gradient" in record or "scalars" in record for record in store.journal.records]
+    assert any(has_gradient) and np.isfinite(second.state.adapter.values).all()

@@ -47,7 +47,7 @@ def test_the_outer_of_nested_lists_has_the_blocks() -> None:
     assert block_names(model) == ["layers.0"]
 
 
-NAMES = [f"model.layers.{block}.self_attn.{kind}_proj" for block in (0, 1) for kind in "qv"]
+NAMES = [f"model.layers.{block}.self_attn.{projection}_proj" for block in (0, 1) for projection in "qv"]
 
 
 def test_top_blocks_are_the_last_ones() -> None:

@@ -88,9 +88,9 @@ def test_a_large_table_is_quantized_in_parts_of_its_rows(
     chain = chain_of(folder, scheme="8da8w")
     codes, scales = int8_rows(chain.weights.read("model.embed_tokens.weight"))
     monkeypatch.setattr(chain.weights, "read", refuse_whole(chain.weights.read))
-    found = chain.tensors(0)
-    assert torch.equal(found["model_model_embed_tokens_weight_codes"], codes)
-    assert torch.equal(found["model_model_embed_tokens_weight_scale"], scales)
+    tensors = chain.tensors(0)
+    assert torch.equal(tensors["model_model_embed_tokens_weight_codes"], codes)
+    assert torch.equal(tensors["model_model_embed_tokens_weight_scale"], scales)
 
 
 def refuse_whole(read: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

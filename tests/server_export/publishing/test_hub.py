@@ -54,7 +54,7 @@ def publish(trained: Path, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(("words", "private"), [([], True), (["--public"], False)])
-def test_a_folder_is_pushed_whole_into_a_repository_that_is_private_unless_told_otherwise(
+def test_a_whole_folder_is_pushed_into_a_repository_that_is_private_by_default(
     publish: Publish, hub: Hub, tmp_path: Path, words: list[str], private: bool
 ) -> None:
     done = publish("--push", "me/tuned", *words)
@@ -101,7 +101,7 @@ def test_what_can_t_be_pushed_is_refused_before_anything_is_made(
     assert all(method == "GET" for method, _ in hub.requests)
 
 
-def test_a_repository_that_exists_gets_a_further_commit_if_told_so(publish: Publish, hub: Hub) -> None:
+def test_overwrite_adds_a_commit_to_an_existing_repository(publish: Publish, hub: Hub) -> None:
     hub.private, hub.files = {"me/there": True}, {"me/there": {"notes.txt": b"mine"}}
     done = publish("--push", "me/there", "--overwrite")
     assert done.returncode == 0, done.stderr
@@ -117,7 +117,7 @@ def test_a_repository_that_exists_gets_a_further_commit_if_told_so(publish: Publ
         ({"/lfs/": 403}, "Cannot push to me/tuned: "),
     ],
 )
-def test_what_fails_on_the_way_leaves_the_folder_and_says_how_to_go_on(
+def test_a_failed_push_leaves_the_folder_and_is_repeated_with_overwrite(
     publish: Publish, hub: Hub, tmp_path: Path, refused: dict[str, int], expected: str
 ) -> None:
     hub.refused = refused

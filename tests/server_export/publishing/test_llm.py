@@ -34,13 +34,13 @@ def published(base: Path, root: Path, *settings: str) -> Path:
 
 def in_runner(folder: Path, prompt: str) -> str:
     manifest = json.loads((folder / "manifest.json").read_text())
-    pieces: list[str] = []
+    chunks: list[str] = []
     generation = runner.GenerationConfig(
         max_new_tokens=NEW, temperature=0.0, echo=False, num_bos=manifest["tokenizer"]["num_bos"]
     )
     stock = runner.TextLLMRunner(str(folder / "program.pte"), str(folder / "tokenizer.json"))
-    stock.generate(prompt, generation, pieces.append)
-    return "".join(pieces)
+    stock.generate(prompt, generation, chunks.append)
+    return "".join(chunks)
 
 
 def in_transformers(folder: Path, prompt: str) -> str:
@@ -123,7 +123,7 @@ def test_positions_that_depend_on_data_are_refused(tmp_path: Path) -> None:
         build_llm(tmp_path, prepare_model(make_model("opt"), "opt", True), LlmSpec(8, "fp32", None, ()))
 
 
-def test_all_tokens_that_end_a_text_are_found() -> None:
+def test_all_tokens_that_end_a_text_are_listed() -> None:
     model, tokenizer = make_model("llama"), make_tokenizer()
     assert bos_and_eos_ids(model, tokenizer) == (1, (2,))
     model.generation_config.eos_token_id = [5, 2, 7]

@@ -52,16 +52,16 @@ def scheme(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module", params=[False, True], ids=["static", "dynamic"])
 def lowered(
-    request: pytest.FixtureRequest, scheme: str, make_kind: Callable[[str, bool], LoweredBlocks]
+    request: pytest.FixtureRequest, scheme: str, make_blocks: Callable[[str, bool], LoweredBlocks]
 ) -> LoweredBlocks:
     """Blocks of each scheme, with static and dynamic shapes."""
-    return make_kind(scheme, request.param)
+    return make_blocks(scheme, request.param)
 
 
 @pytest.fixture(scope="module")
-def dynamic(make_kind: Callable[[str, bool], LoweredBlocks]) -> LoweredBlocks:
+def dynamic(make_blocks: Callable[[str, bool], LoweredBlocks]) -> LoweredBlocks:
     """Blocks with dynamic shapes."""
-    return make_kind("fp32", True)
+    return make_blocks("fp32", True)
 
 
 def loaded(
@@ -274,7 +274,7 @@ def test_methods_outlive_what_they_were_loaded_from(dynamic: LoweredBlocks) -> N
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (lambda inputs, outputs: (inputs[:2], outputs), "3 inputs and 1 outputs, not 2 and 1"),
         (lambda inputs, outputs: (inputs, []), "3 inputs and 1 outputs, not 3 and 0"),
@@ -287,10 +287,10 @@ def test_methods_outlive_what_they_were_loaded_from(dynamic: LoweredBlocks) -> N
 def test_arrays_that_dont_fit_are_refused_and_the_method_stays_usable(
     dynamic: LoweredBlocks,
     change: Callable[[list[Array], list[Array]], tuple[list[Array], list[Array]]],
-    told: str,
+    message: str,
 ) -> None:
     blocks = loaded(dynamic)
-    with pytest.raises(EngineRefusalError, match=told):
+    with pytest.raises(EngineRefusalError, match=message):
         blocks[0]["score"].run(*change(example("score"), room("score")))
     compute_outputs(dynamic, blocks)
 
@@ -365,10 +365,10 @@ def test_a_damaged_weights_file_gives_an_error_and_no_abort(dynamic: LoweredBloc
 
 
 def test_weights_of_another_type_are_refused(
-    make_kind: Callable[[str, bool], LoweredBlocks], dynamic: LoweredBlocks, tmp_path: Path
+    make_blocks: Callable[[str, bool], LoweredBlocks], dynamic: LoweredBlocks, tmp_path: Path
 ) -> None:
     program = Program(dynamic.program)
-    other = make_kind("8da4w", True).weights[0]
+    other = make_blocks("8da4w", True).weights[0]
     for weights in (WeightsFile(other), WeightsFile(other, pack(dynamic, tmp_path)[0])):
         with pytest.raises(EngineRefusalError) as caught:
             program.load("score", weights=weights)

@@ -92,67 +92,67 @@ def _task(device: HostileDevice) -> PulledTask:
 
 _RECORD = RecordDict({"fleet": ConfigRecord({"content": b"x"})})
 ANSWERS: dict[str, Callable[[HostileDevice, PulledTask], object]] = {
-    "a garbage body": lambda enemy, asked: enemy.push_objects(asked, garbage()),
-    "a body of another kind": lambda enemy, asked: enemy.push_objects(asked, garbage("ArrayRecord")),
-    "a record instead of a message": lambda enemy, asked: enemy.push_objects(
-        asked, [object_of("ConfigRecord", b"\xff" * 9)]
+    "a garbage body": lambda enemy, task: enemy.push_objects(task, garbage()),
+    "a body of another type": lambda enemy, task: enemy.push_objects(task, garbage("ArrayRecord")),
+    "a record instead of a message": lambda enemy, task: enemy.push_objects(
+        task, [object_of("ConfigRecord", b"\xff" * 9)]
     ),
-    "children that aren't there": lambda enemy, asked: enemy.push_objects(
-        asked, [object_of("Message", b"", [b"nobody"])]
+    "children that aren't there": lambda enemy, task: enemy.push_objects(
+        task, [object_of("Message", b"", [b"nobody"])]
     ),
-    "no records": lambda enemy, asked: enemy.push(enemy.reply(asked, RecordDict())),
-    "numbers for bytes": lambda enemy, asked: enemy.push(
-        enemy.reply(asked, RecordDict({"fleet": ConfigRecord({"content": 1.0})}))
+    "no records": lambda enemy, task: enemy.push(enemy.reply(task, RecordDict())),
+    "numbers for bytes": lambda enemy, task: enemy.push(
+        enemy.reply(task, RecordDict({"fleet": ConfigRecord({"content": 1.0})}))
     ),
-    "a record of metrics": lambda enemy, asked: enemy.push(
-        enemy.reply(asked, RecordDict({"fleet": MetricRecord({"content": 1})}))
+    "a record of metrics": lambda enemy, task: enemy.push(
+        enemy.reply(task, RecordDict({"fleet": MetricRecord({"content": 1})}))
     ),
-    "an error without end": lambda enemy, asked: enemy.push(
-        enemy.reply(asked, Error(-(2**31), "\x1b[2J\n" * 5000))
+    "an error without end": lambda enemy, task: enemy.push(
+        enemy.reply(task, Error(-(2**31), "\x1b[2J\n" * 5000))
     ),
-    "a half of an answer": lambda enemy, asked: enemy.client.PushMessages(
+    "a half of an answer": lambda enemy, task: enemy.client.PushMessages(
         PushMessagesRequest(
             node=enemy.node,
-            messages_list=[_bare(enemy, asked)],
-            message_object_trees=[_tree(enemy, asked)],
+            messages_list=[_bare(enemy, task)],
+            message_object_trees=[_tree(enemy, task)],
         )
     ),
 }
 REFUSED: dict[str, Callable[[Scene, PulledTask], object]] = {
-    "an answer to a foreign task": lambda scene, asked: scene.enemy.push(
-        scene.enemy.reply(asked, _RECORD, reply_to_message_id="0" * 64)
+    "an answer to a foreign task": lambda scene, task: scene.enemy.push(
+        scene.enemy.reply(task, _RECORD, reply_to_message_id="0" * 64)
     ),
-    "an answer in another's name": lambda scene, asked: scene.enemy.push(
-        scene.enemy.reply(asked, _RECORD, src_node_id=scene.honest.node.node_id)
+    "an answer in another's name": lambda scene, task: scene.enemy.push(
+        scene.enemy.reply(task, _RECORD, src_node_id=scene.honest.node.node_id)
     ),
-    "an answer by another node": lambda scene, asked: scene.enemy.push(
-        scene.enemy.reply(asked, _RECORD), node=scene.honest.node
+    "an answer by another node": lambda scene, task: scene.enemy.push(
+        scene.enemy.reply(task, _RECORD), node=scene.honest.node
     ),
-    "a time that is none": lambda scene, asked: scene.enemy.push(
-        scene.enemy.reply(asked, _RECORD, created_at=float("nan"))
+    "a time that is none": lambda scene, task: scene.enemy.push(
+        scene.enemy.reply(task, _RECORD, created_at=float("nan"))
     ),
-    "a time to live that is none": lambda scene, asked: scene.enemy.push(
-        scene.enemy.reply(asked, _RECORD, ttl=float("nan"))
+    "a time to live that is none": lambda scene, task: scene.enemy.push(
+        scene.enemy.reply(task, _RECORD, ttl=float("nan"))
     ),
-    "no message": lambda scene, asked: scene.enemy.client.PushMessages(
+    "no message": lambda scene, task: scene.enemy.client.PushMessages(
         PushMessagesRequest(node=scene.enemy.node)
     ),
-    "a tree of a thousand": lambda scene, asked: scene.enemy.push(
-        scene.enemy.reply(asked, _RECORD),
+    "a tree of a thousand": lambda scene, task: scene.enemy.push(
+        scene.enemy.reply(task, _RECORD),
         tree=ObjectTree(
             object_id="a" * 64, children=[ObjectTree(object_id=f"{index:064x}") for index in range(800)]
         ),
     ),
-    "many records": lambda scene, asked: scene.enemy.push(
-        scene.enemy.reply(asked, RecordDict({"a": ArrayRecord([np.zeros(1)])}))
+    "many records": lambda scene, task: scene.enemy.push(
+        scene.enemy.reply(task, RecordDict({"a": ArrayRecord([np.zeros(1)])}))
     ),
-    "more than an answer can have": lambda scene, asked: scene.enemy.client.PushObject(
+    "more than an answer can have": lambda scene, task: scene.enemy.client.PushObject(
         PushObjectRequest(node=scene.enemy.node, object_content=bytes(MOST_BYTES + SMALL_BYTES))
     ),
-    "a foreign message's receipt": lambda scene, asked: scene.enemy.client.ConfirmMessageReceived(
+    "a foreign message's receipt": lambda scene, task: scene.enemy.client.ConfirmMessageReceived(
         ConfirmMessageReceivedRequest(node=scene.enemy.node, message_object_id="0" * 64)
     ),
-    "another's goodbye": lambda scene, asked: HostileDevice.leave(
+    "another's goodbye": lambda scene, task: HostileDevice.leave(
         _Named(scene.enemy, Node(node_id=scene.honest.node.node_id))  # type: ignore[arg-type]
     ),
 }
@@ -168,17 +168,17 @@ class _Named:
         return self.enemy.client
 
 
-def _bare(enemy: HostileDevice, asked: PulledTask) -> object:
+def _bare(enemy: HostileDevice, task: PulledTask) -> object:
     from flwr.app.message.message import remove_content_from_message
     from flwr.common.serde import message_to_proto
 
-    message = enemy.reply(asked, b"late")
+    message = enemy.reply(task, b"late")
     bare = remove_content_from_message(message)
-    bare.metadata.__dict__["_message_id"] = _tree(enemy, asked).object_id
+    bare.metadata.__dict__["_message_id"] = _tree(enemy, task).object_id
     return message_to_proto(bare)
 
 
-def _tree(enemy: HostileDevice, asked: PulledTask) -> ObjectTree:
+def _tree(enemy: HostileDevice, task: PulledTask) -> ObjectTree:
     return ObjectTree(object_id="b" * 64)
 
 

@@ -47,8 +47,8 @@ class _Measured(TangentEstimator):
 
 
 def _measured(queries: int = 3, examples: int = 4) -> Measurement:
-    scalars = np.random.default_rng(0).normal(size=(queries, examples))
-    return Measurement(0.7, scalars, None, 0.1)
+    projected_gradients = np.random.default_rng(0).normal(size=(queries, examples))
+    return Measurement(0.7, projected_gradients, None, 0.1)
 
 
 @given(

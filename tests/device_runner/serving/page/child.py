@@ -1,4 +1,4 @@
-"""A server whose answers are told by what is asked: `child.py SETTINGS`, a JSON object.
+"""A server whose answers follow from the prompt: `child.py SETTINGS`, a JSON object.
 
     {"port": 0, "key": null, "feedback": null, "runs": null, "learns": false, "chats": true}
 
@@ -77,11 +77,11 @@ class ScriptedWorker:
         text = (users or [prompt])[-1].strip()
         adapter = "tuned" if ticket.request.adapter.values.any() else "base"
         words, turns, choice = [], max(1, len(users)), ticket.request.settings.sampling
-        for piece in _pieces(text, f"{adapter}, turn {turns}, temperature {choice.temperature}"):
+        for chunk in _chunks(text, f"{adapter}, turn {turns}, temperature {choice.temperature}"):
             if ticket.cancelled:
                 break
-            words.append(piece)
-            ticket.send_text(piece)
+            words.append(chunk)
+            ticket.send_text(chunk)
         reason = "cancelled" if ticket.cancelled else "stop"
         ticket.answer = Completion(
             "".join(words), tuple(range(len(words))), reason, 1, 1, 0, 0.1, len(words), 0.1
@@ -89,15 +89,15 @@ class ScriptedWorker:
         ticket.end()
 
 
-def _pieces(asked: str, who: str) -> Iterator[str]:
-    if asked == "hostile":
+def _chunks(prompt: str, model: str) -> Iterator[str]:
+    if prompt == "hostile":
         yield HOSTILE
-    elif asked == "line":
+    elif prompt == "line":
         yield from (LINE[start : start + (1 << 14)] for start in range(0, len(LINE), 1 << 14))
-    elif asked == "burst":
+    elif prompt == "burst":
         yield from ["word "] * 50
     else:
-        text = f"This is {who}. You said: {asked}" if asked != "slow" else "word " * 500
+        text = f"This is {model}. You said: {prompt}" if prompt != "slow" else "word " * 500
         for word in re.findall(r"\S+\s*", text):
             time.sleep(0.05)
             yield word

@@ -17,7 +17,7 @@ from tests.device_runner.reporting.run_folders import write_run
 from tests.device_runner.serving.page.browsing import Served, going_on, served
 
 
-def asked(server: Served, method: str, path: str, body: str | None = None, **headers: str) -> Any:
+def response_to(server: Served, method: str, path: str, body: str | None = None, **headers: str) -> Any:
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
     connection.request(method, path, body, {name.replace("_", "-"): text for name, text in headers.items()})
     return connection.getresponse()
@@ -26,14 +26,14 @@ def asked(server: Served, method: str, path: str, body: str | None = None, **hea
 def test_fifty_streams_at_once_are_bounded(tmp_path: Path) -> None:
     write_run(tmp_path / "run")
     with served(runs=tmp_path) as server:
-        opened = [asked(server, "GET", "/v1/runs/events?run=run") for _ in range(50)]
+        opened = [response_to(server, "GET", "/v1/runs/events?run=run") for _ in range(50)]
         statuses = [answer.status for answer in opened]
         assert statuses.count(200) == MOST_STREAMS and statuses.count(429) == 50 - MOST_STREAMS
         assert opened[0].readline().startswith(b"data: {")
-        assert asked(server, "GET", "/v1/models").status == 200
+        assert response_to(server, "GET", "/v1/models").status == 200
         for answer in opened:
             answer.close()
-        assert any(asked(server, "GET", "/v1/runs/events?run=run").status == 200 for _ in range(100))
+        assert any(response_to(server, "GET", "/v1/runs/events?run=run").status == 200 for _ in range(100))
 
 
 OUTSIDE = [
@@ -54,7 +54,7 @@ def test_no_path_leads_out_of_the_folder(tmp_path: Path) -> None:
     with served(runs=tmp_path / "runs") as server:
         for path in OUTSIDE:
             for method, target in (("GET", "events"), ("POST", "stop")):
-                answer = asked(
+                answer = response_to(
                     server, method, f"/v1/runs/{target}?run={path}", Content_Type="application/json"
                 )
                 assert answer.status == 404, (target, path)
@@ -69,11 +69,13 @@ def test_a_key_in_a_url_has_no_effect_and_is_not_logged(
             "/v1/models?api_key=secret",
             "/v1/runs?Authorization=Bearer%20secret",
         ):
-            answer = asked(server, "GET", path)
+            answer = response_to(server, "GET", path)
             assert answer.status == 401 and b"secret" not in answer.read()
-        assert asked(server, "GET", "/?key=secret").status == 200
+        assert response_to(server, "GET", "/?key=secret").status == 200
         assert (
-            asked(server, "GET", "/v1/none?key=secret", Authorization="Bearer secret").read().count(b"secret")
+            response_to(server, "GET", "/v1/none?key=secret", Authorization="Bearer secret")
+            .read()
+            .count(b"secret")
             == 0
         )
     assert "secret" not in "".join(capfd.readouterr())

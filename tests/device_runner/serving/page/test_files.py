@@ -63,9 +63,12 @@ def test_no_other_file_is_served(client: TestClient, name: str) -> None:
 
 
 def test_every_response_forbids_loading_from_elsewhere(client: TestClient) -> None:
-    for path, kind in (("/", "text/html; charset=utf-8"), ("/page/app.js", "text/javascript; charset=utf-8")):
+    for path, content_type in (
+        ("/", "text/html; charset=utf-8"),
+        ("/page/app.js", "text/javascript; charset=utf-8"),
+    ):
         headers = client.get(path).headers
-        assert headers["content-type"] == kind
+        assert headers["content-type"] == content_type
     for path in ("/", "/page/style.css", "/v1/about", "/health", "/none"):
         headers = client.get(path).headers
         policy = headers["content-security-policy"]

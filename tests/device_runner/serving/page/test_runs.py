@@ -231,7 +231,7 @@ def holding(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
-def test_a_run_is_asked_once_to_stop(tmp_path: Path, holding: subprocess.Popen[str]) -> None:
+def test_a_run_gets_one_request_to_stop(tmp_path: Path, holding: subprocess.Popen[str]) -> None:
     assert process_state(tmp_path / "run") == (True, holding.pid)
     result = snapshot(followed(tmp_path / "run"))
     assert result["status"] == "running" and result["can_stop"] and result["memory"] > 5e6

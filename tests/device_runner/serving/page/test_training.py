@@ -26,12 +26,12 @@ def test_a_run_is_followed_and_stopped(tmp_path: Path, visit: Visit) -> None:
         view = page.locator("article")
         expect(view).to_contain_text("Step 25 of 40")
         expect(view).to_contain_text("running")
-        drawn = view.locator("svg").first.inner_html()
+        first_curve = view.locator("svg").first.inner_html()
         for number in range(26, 31):
             step(process, number)
         expect(view).to_contain_text("Step 30 of 40")
         expect(view).to_contain_text("Time left5 s")
-        assert view.locator("svg").first.inner_html() != drawn
+        assert view.locator("svg").first.inner_html() != first_curve
         with (tmp_path / "runs" / "first" / "samples.jsonl").open("a") as samples:
             samples.write(json.dumps({"step": 30, "prompt": "Once", "text": EVIL}) + "\n")
         expect(view.get_by_text(EVIL)).to_be_visible()
@@ -161,7 +161,7 @@ def test_a_page_without_runs_says_how_to_have_them(tmp_path: Path, visit: Visit)
 
 @pytest.mark.whole
 def test_pictures_of_it(tmp_path: Path, visit: Visit, pictures: Path) -> None:
-    def drawn(page: Any) -> None:
+    def wait_for_curves(page: Any) -> None:
         expect(page.locator("svg")).to_have_count(2)
 
     write_run(tmp_path / "tuned" / "search" / "0.01-4", steps=20)
@@ -169,4 +169,4 @@ def test_pictures_of_it(tmp_path: Path, visit: Visit, pictures: Path) -> None:
     with going_on(tmp_path / "tuned" / "run") as process, served(runs=tmp_path) as server:
         for number in range(26, 31):
             step(process, number)
-        shots(visit, f"{server.url}/training#run=tuned%2Frun", pictures, "training", drawn)
+        shots(visit, f"{server.url}/training#run=tuned%2Frun", pictures, "training", wait_for_curves)

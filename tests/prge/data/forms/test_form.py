@@ -23,8 +23,8 @@ def plain(fields: Mapping[str, Any], *, chat: bool = True, prompts_only: bool = 
     return form.row(Row(1, fields), chat=chat, prompts_only=prompts_only).fields
 
 
-def turn(speaker: str, value: str) -> dict[str, str]:
-    return {"from": speaker, "value": value}
+def turn(role: str, value: str) -> dict[str, str]:
+    return {"from": role, "value": value}
 
 
 def message(role: str, content: str) -> dict[str, str]:
@@ -96,9 +96,9 @@ def test_an_instruction_has_headings_where_the_model_has_no_template() -> None:
     )
 
 
-@pytest.mark.parametrize("speakers", [("system", "human", "gpt"), ("SYSTEM", "User", "Assistant")])
-def test_turns_are_messages(speakers: tuple[str, str, str]) -> None:
-    turns = [turn(speaker, text) for speaker, text in zip(speakers, "abc", strict=True)]
+@pytest.mark.parametrize("roles", [("system", "human", "gpt"), ("SYSTEM", "User", "Assistant")])
+def test_turns_are_messages(roles: tuple[str, str, str]) -> None:
+    turns = [turn(role, text) for role, text in zip(roles, "abc", strict=True)]
     expected = [message("system", "a"), message("user", "b"), message("assistant", "c")]
     assert plain({"conversations": turns}) == {"messages": expected}
     assert plain({"conversations": expected}) == {"messages": expected}

@@ -39,7 +39,7 @@ def make_message(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
-ASKED = make_message("user", "How was it?")
+QUESTION = make_message("user", "How was it?")
 GOOD, BAD = make_message("assistant", "good"), make_message("assistant", "bad")
 
 
@@ -85,16 +85,21 @@ def test_a_pair_is_an_example_of_two_candidates() -> None:
         ({"chosen": "goodness", "rejected": "good"}, "good", "ness", None),
         ({"prompt": "It was", "chosen": "It was good", "rejected": "It was bad"}, "It was", " good", " bad"),
         ({"prompt": "The", "chosen": "The end", "rejected": "No"}, "The", "The end", "No"),
-        ({"chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]}, [ASKED], [GOOD], [BAD]),
-        ({"prompt": [ASKED], "chosen": [GOOD], "rejected": [BAD]}, [ASKED], [GOOD], [BAD]),
-        ({"prompt": [ASKED], "chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]}, [ASKED], [GOOD], [BAD]),
+        ({"chosen": [QUESTION, GOOD], "rejected": [QUESTION, BAD]}, [QUESTION], [GOOD], [BAD]),
+        ({"prompt": [QUESTION], "chosen": [GOOD], "rejected": [BAD]}, [QUESTION], [GOOD], [BAD]),
         (
-            {"prompt": "How was it?", "chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]},
-            [ASKED],
+            {"prompt": [QUESTION], "chosen": [QUESTION, GOOD], "rejected": [QUESTION, BAD]},
+            [QUESTION],
             [GOOD],
             [BAD],
         ),
-        ({"prompt": "How was it?", "chosen": [GOOD], "rejected": [BAD]}, [ASKED], [GOOD], [BAD]),
+        (
+            {"prompt": "How was it?", "chosen": [QUESTION, GOOD], "rejected": [QUESTION, BAD]},
+            [QUESTION],
+            [GOOD],
+            [BAD],
+        ),
+        ({"prompt": "How was it?", "chosen": [GOOD], "rejected": [BAD]}, [QUESTION], [GOOD], [BAD]),
     ],
 )
 def test_prompt_and_answers_are_split(
@@ -123,14 +128,14 @@ def test_prompt_and_answers_are_split(
         ),
         (
             {
-                "chosen": [ASKED, GOOD],
+                "chosen": [QUESTION, GOOD],
                 "rejected": [make_message("user", "What?"), BAD],
                 "prompt": "How was it?",
             },
             "prompt-missing",
         ),
         (
-            {"chosen": [ASKED, GOOD], "rejected": [ASKED, BAD], "prompt": "When?"},
+            {"chosen": [QUESTION, GOOD], "rejected": [QUESTION, BAD], "prompt": "When?"},
             "prompt-of-no-answer",
         ),
     ],
@@ -207,7 +212,7 @@ def test_chosen_answers_can_be_completions() -> None:
 
 
 def test_messages_after_the_prompt_are_trained_on() -> None:
-    before = [make_message("user", "Hi"), make_message("assistant", "hello"), ASKED]
+    before = [make_message("user", "Hi"), make_message("assistant", "hello"), QUESTION]
     [example], _ = built({"chosen": [*before, GOOD], "rejected": [*before, BAD]}, tokenizer=CHAT, length=192)
     chosen, rejected = texts(example, CHAT)
     assert chosen[0] == rejected[0]
@@ -220,7 +225,7 @@ def test_messages_after_the_prompt_are_trained_on() -> None:
 
 
 def test_messages_need_a_chat_template() -> None:
-    fields = {"chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]}
+    fields = {"chosen": [QUESTION, GOOD], "rejected": [QUESTION, BAD]}
     assert find_form(rows(fields), "the data").chat == "needs"
     with raises(DataError, "chat-template-missing"):
         built(fields)

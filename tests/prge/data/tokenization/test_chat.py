@@ -203,7 +203,7 @@ def children() -> set[str]:
     return result
 
 
-def test_a_child_that_crossed_a_bound_leaves_nothing_behind() -> None:
+def test_a_child_that_crossed_a_bound_leaves_no_process() -> None:
     before = children()
     template = ChatTemplate("{{ 'a' * 10**9 if messages | length > 1 else 'b' }}", SPECIAL)
     assert template.render(CONVERSATIONS["question"]) == "b"

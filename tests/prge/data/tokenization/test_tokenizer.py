@@ -189,7 +189,7 @@ TOKENIZERS = {
     "stories260K": MODELS / "stories260K/tokenizer.json",
 }
 # Difficult texts: long words, unusual white space, characters of several tokens, emoji, tags.
-PIECES = st.sampled_from(
+DIFFICULT_TEXTS = st.sampled_from(
     [
         *(
             "The quick brown fox jumps over it. ",
@@ -230,12 +230,16 @@ def whole(backend: Backend, text: str, control: bool = False) -> list[tuple[int,
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@given(st.lists(PIECES | st.text(max_size=20), min_size=30, max_size=60), st.booleans(), st.integers(0, 40))
+@given(
+    st.lists(DIFFICULT_TEXTS | st.text(max_size=20), min_size=30, max_size=60),
+    st.booleans(),
+    st.integers(0, 40),
+)
 def test_a_text_in_windows_has_the_tokens_of_the_whole(
-    name: str, pieces: list[str], control: bool, cut: int
+    name: str, texts: list[str], control: bool, cut: int
 ) -> None:
     """Windows of 300 characters instead of 32,768, so that every text has many seams."""
-    text, tokenizer = "".join(pieces), real(name)
+    text, tokenizer = "".join(texts), real(name)
     prompt, completion = text[: len(text) - cut], text[len(text) - cut :]
     with small_windows():
         result = [tuple(row) for part in tokenizer.parts(text, control=control) for row in part.tolist()]

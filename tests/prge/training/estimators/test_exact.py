@@ -99,7 +99,9 @@ def _split(engine: NumpyEngine, step: Step, tokens: int) -> Measurement:
 
 @given(
     st.lists(
-        st.sampled_from([example for kind in ROWS.values() for example in kind]), min_size=1, max_size=9
+        st.sampled_from([example for examples in ROWS.values() for example in examples]),
+        min_size=1,
+        max_size=9,
     ),
     st.integers(1, 80),
 )

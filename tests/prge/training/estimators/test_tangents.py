@@ -157,9 +157,9 @@ def test_sequences_of_an_example_share_its_direction() -> None:
     ((_, u, v),) = RankOneDirections(SEED, STEP, QUERIES, 4, adapter.modules).factors()
     ((call, given),) = engine.given
     assert len(call.sequences) == 7
-    for kind, factor in (("u", u), ("v", v)):
+    for name, factor in (("u", u), ("v", v)):
         for sequence, example in enumerate((0, 0, 1, 1, 2, 3, 3)):
-            assert np.array_equal(given[f"{kind}.{MODULE}"][:, sequence], factor[:, example])
+            assert np.array_equal(given[f"{name}.{MODULE}"][:, sequence], factor[:, example])
     assert result.projected_gradients.shape == (QUERIES, 4)
 
 

@@ -32,8 +32,10 @@ TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content 
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama in Q8_0 with an embedding table in F16."""
     path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
-    kinds = {"token_embd.weight": "F16"}
-    return write_gguf(path, make_model("llama"), make_tokenizer(), "Q8_0", kinds=kinds, template=TEMPLATE)
+    tensor_types = {"token_embd.weight": "F16"}
+    return write_gguf(
+        path, make_model("llama"), make_tokenizer(), "Q8_0", tensor_types=tensor_types, template=TEMPLATE
+    )
 
 
 def test_a_gguf_file_is_a_model(tiny: Path) -> None:
@@ -94,7 +96,7 @@ def test_the_pre_tokenizer_of_the_file_splits_digits(tmp_path: Path) -> None:
     rule = loaded.backend_tokenizer.pre_tokenizer.pre_tokenize_str
     sample = "a  12 and 3.14"
     assert rule(sample) == tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str(sample)
-    assert [piece for piece, _ in rule("a  12")] == ["a", "\u0120\u0120", "1", "2"]
+    assert [part for part, _ in rule("a  12")] == ["a", "\u0120\u0120", "1", "2"]
     write_gguf(path, make_model("llama"), tokenizer, split="poro-chat")
     with refusal("tokenizer-split-not-read"):
         load_tokenizer(str(path))

@@ -30,14 +30,20 @@ def text(value: str | bytes) -> bytes:
     return struct.pack("<Q", len(content)) + content
 
 
-def field(key: str, kind: int, value: object) -> bytes:
+def field(key: str, value_type: int, value: object) -> bytes:
     """Return a key with a number, a string, or raw bytes."""
-    content = value if isinstance(value, bytes) else text(value) if kind == TEXT else struct.pack("<I", value)
-    return text(key) + struct.pack("<I", kind) + content
+    content = (
+        value if isinstance(value, bytes) else text(value) if value_type == TEXT else struct.pack("<I", value)
+    )
+    return text(key) + struct.pack("<I", value_type) + content
 
 
-def tensor(name: str = "a", shape: Sequence[int] = (8, 4), kind: int = F32, offset: int = 0) -> bytes:
-    return text(name) + struct.pack(f"<I{len(shape)}Q", len(shape), *shape) + struct.pack("<IQ", kind, offset)
+def tensor(name: str = "a", shape: Sequence[int] = (8, 4), ggml_type: int = F32, offset: int = 0) -> bytes:
+    return (
+        text(name)
+        + struct.pack(f"<I{len(shape)}Q", len(shape), *shape)
+        + struct.pack("<IQ", ggml_type, offset)
+    )
 
 
 def header(
@@ -106,9 +112,9 @@ LIES = {
     "offset behind the file": (header(tensors=[tensor(offset=1 << 20)]), "would end at byte"),
     "size behind the file": (header(tensors=[tensor(shape=(8, 5))]), "would end at byte"),
     "offset that isn't aligned": (header(tensors=[tensor(offset=4)]), "begins at 4, which isn't aligned"),
-    "type of a tensor": (header(tensors=[tensor(kind=UNKNOWN)]), "the ggml type 4000"),
-    "type that nothing dequantizes": (header(tensors=[tensor(kind=Q8_K)]), "the ggml type Q8_K"),
-    "row that no blocks make": (header(tensors=[tensor(shape=(8, 4), kind=Q4_0)]), "blocks of 32"),
+    "type of a tensor": (header(tensors=[tensor(ggml_type=UNKNOWN)]), "the ggml type 4000"),
+    "type that nothing dequantizes": (header(tensors=[tensor(ggml_type=Q8_K)]), "the ggml type Q8_K"),
+    "row that no blocks make": (header(tensors=[tensor(shape=(8, 4), ggml_type=Q4_0)]), "blocks of 32"),
     "tensor twice": (header(tensors=[tensor(), tensor()]), "'a' occurs twice"),
     "one place": (header(tensors=[tensor("a"), tensor("b")]), "overlap"),
     "overlap": (
@@ -176,11 +182,11 @@ def test_a_plain_header_is_read(tmp_path: Path) -> None:
     assert header_read.tensors["b"].start == header_read.tensors["a"].start + 128
 
 
-@pytest.mark.parametrize("kind", ["folder", "pipe", "device"])
-def test_special_files_are_refused_at_once(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("file_type", ["folder", "pipe", "device"])
+def test_special_files_are_refused_at_once(file_type: str, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     make = {"folder": os.mkdir, "pipe": os.mkfifo, "device": lambda name: os.symlink("/dev/zero", name)}
-    make[kind](path)
+    make[file_type](path)
     with refusal("gguf-damaged"):
         read_header(path)
 

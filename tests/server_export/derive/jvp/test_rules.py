@@ -203,19 +203,19 @@ case("where less than a number", lambda x: torch.where(x < 0.3, x * x, 2 * x), X
 case("where less than another", lambda x, y: torch.where(x < y, x * x, y), X, Y)
 case("where more than a constant", lambda x, c: torch.where(x > c, x * x, c), X, passive=(Y,))
 case(
-    "scatter of places into a constant",
+    "scatter of positions into a constant",
     lambda x, i: x * torch.full_like(x, 0.5).scatter(2, i, 2),
     X,
     passive=(torch.tensor([[[3, 0]], [[1, 2]]]),),
 )
-PLACES = torch.tensor([[[3, 0]], [[1, 2]]]).expand(2, 3, 2)
+INDICES = torch.tensor([[[3, 0]], [[1, 2]]]).expand(2, 3, 2)
 case(
     "scatter of a number",
     lambda x, i: torch.tanh(x).scatter(2, i, -0.5) * x,
     X,
-    passive=(PLACES.contiguous(),),
+    passive=(INDICES.contiguous(),),
 )
-case("gather after a factor", lambda x, i: (torch.tanh(x) * 3).gather(2, i), X, passive=(PLACES,))
+case("gather after a factor", lambda x, i: (torch.tanh(x) * 3).gather(2, i), X, passive=(INDICES,))
 case("topk", lambda x: (lambda v, i: v * torch.sigmoid(x).gather(-1, i))(*torch.topk(x, 2)), X)
 case("topk after a factor", lambda x: torch.topk(torch.tanh(x) * 3, 3, dim=-1)[0], X)
 

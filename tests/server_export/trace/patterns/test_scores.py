@@ -66,12 +66,12 @@ def test_masked_scores_become_the_sum_with_one_mask(style: str) -> None:
     ]
 
 
-def test_alibi_slopes_join_queries_and_positions_join_keys() -> None:
+def test_alibi_factors_join_queries_and_positions_join_keys() -> None:
     def biased(state: torch.Tensor) -> torch.Tensor:
         heads = torch.stack([state, state * 2], 1)
-        slopes = 0.5 ** torch.arange(1, 3, device=state.device)[:, None, None]
+        factors = 0.5 ** torch.arange(1, 3, device=state.device)[:, None, None]
         positions = torch.arange(1 - state.shape[1], 1, device=state.device)
-        scores = heads @ heads.transpose(-1, -2) * 0.5 + slopes * positions
+        scores = heads @ heads.transpose(-1, -2) * 0.5 + factors * positions
         least = torch.full((), LEAST, device=state.device)
         return read(torch.softmax(torch.where(triangle(state), scores, least), -1).sum(1), state)
 
