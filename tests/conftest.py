@@ -118,8 +118,8 @@ def chunked_bundle(workshop: Path, made_once: FolderBuilder) -> Path:
 @pytest.fixture(scope="session")
 def lora_bundle(workshop: Path, made_once: FolderBuilder) -> Path:
     """The workshop's model with LoRA, both matrices of which are trained."""
-    words = ["--adapter", "lora", "--rs-lora"]
-    return made_once("lora", lambda folder: export(workshop / "model", folder / "lora", *words)) / "lora"
+    arguments = ["--adapter", "lora", "--rs-lora"]
+    return made_once("lora", lambda folder: export(workshop / "model", folder / "lora", *arguments)) / "lora"
 
 
 @pytest.fixture(scope="session")

@@ -93,9 +93,9 @@ def test_quoted_paths_exist(document: Path) -> None:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=named)
 def test_quoted_scripts_take_their_flags(document: Path) -> None:
     for line in re.findall(r"(?:python|bash) (scripts/.*)", text_of(document)):
-        script, *words = shlex.split(re.split(r" [>|#]|[`)]", line)[0].replace("[", "").replace("]", ""))
+        script, *arguments = shlex.split(re.split(r" [>|#]|[`)]", line)[0].replace("[", "").replace("]", ""))
         sources = flags_of_scripts((REPOSITORY / script).parent)
-        for flag in re.findall(r"--[a-z][a-z0-9-]*", " ".join(words)):
+        for flag in re.findall(r"--[a-z][a-z0-9-]*", " ".join(arguments)):
             assert defines(sources, flag), f"{script} has no {flag}"
 
 
@@ -123,10 +123,10 @@ def test_every_command_has_flags_of_its_verb(monkeypatch: pytest.MonkeyPatch) ->
     read = 0
     for document in DOCUMENTS:
         for line in re.findall(r"^ *(?:\w+=\S+ )*prge (?!tune: error)(.*)", code_of(document), re.MULTILINE):
-            words = shlex.split(re.split(r" [>|#&]", line)[0])
-            if len(words) > 2 and not {"--resume", "--preset", "..."} & set(words):
+            arguments = shlex.split(re.split(r" [>|#&]", line)[0])
+            if len(arguments) > 2 and not {"--resume", "--preset", "..."} & set(arguments):
                 read += 1
-                assert main(words) == 0, f"{document.name}: prge {line}"
+                assert main(arguments) == 0, f"{document.name}: prge {line}"
     assert read > 50
 
 
@@ -153,9 +153,9 @@ def test_the_reference_has_every_flag() -> None:
 def test_the_site_builds(tmp_path: Path) -> None:
     if any(importlib.util.find_spec(name) is None for name in ("mkdocs", "material", "mkdocstrings")):
         pytest.skip("mkdocs is not installed")
-    words = ["build", "--strict", "--config-file", "docs/mkdocs.yml", "--site-dir", tmp_path / "site"]
+    arguments = ["build", "--strict", "--config-file", "docs/mkdocs.yml", "--site-dir", tmp_path / "site"]
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", *words], cwd=REPOSITORY, capture_output=True, text=True
+        [sys.executable, "-m", "mkdocs", *arguments], cwd=REPOSITORY, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     assert "--learning-rate" in (tmp_path / "site/reference/verbs/index.html").read_text(encoding="utf-8")

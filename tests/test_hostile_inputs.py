@@ -55,11 +55,11 @@ def call(
 ) -> Call:
     """Run a verb with bytes as standard input; return exit code, output and messages."""
 
-    def call(verb: str, *words: object, given: bytes = b"") -> tuple[int, str, str]:
+    def call(verb: str, *arguments: object, given: bytes = b"") -> tuple[int, str, str]:
         # As a terminal of this machine decodes them.
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(given), "utf-8"))
         settings = ["--bundle", numpy_model.folder, "--max-tokens", 4, "--temperature", 0]
-        code = main([verb, *map(str, [*settings, *words])])
+        code = main([verb, *map(str, [*settings, *arguments])])
         return code, *capsys.readouterr()
 
     return call
@@ -67,7 +67,7 @@ def call(
 
 @pytest.mark.parametrize("text", SURROGATES)
 def test_words_of_the_command_line_that_are_no_utf8(call: Call, text: str) -> None:
-    for words in (
+    for arguments in (
         ["--prompt", text],
         ["--prompt", text, "--chat"],
         ["--prompt", "a", "--chat", "--system", text],
@@ -75,10 +75,10 @@ def test_words_of_the_command_line_that_are_no_utf8(call: Call, text: str) -> No
         ["--prompt", "a", "--chat", "--chat-template-kwargs", json.dumps({"a": text}, ensure_ascii=False)],
         ["--prompt", "a", "--chat", "--chat-template-kwargs", json.dumps({"a": text})],
     ):
-        code, _, err = call("generate", *words)
-        assert code == 2 and ("UTF-8" in err or "escape pair" in err), words
-    for words in (["--stop", text], ["--chat-template-kwargs", json.dumps({"a": text})]):
-        assert call("chat", *words, given=b"hello\n")[0] == 2
+        code, _, err = call("generate", *arguments)
+        assert code == 2 and ("UTF-8" in err or "escape pair" in err), arguments
+    for arguments in (["--stop", text], ["--chat-template-kwargs", json.dumps({"a": text})]):
+        assert call("chat", *arguments, given=b"hello\n")[0] == 2
     # The conversation continues, though no message can be answered.
     code, out, err = call("chat", "--system", text, given=b"hello\n")
     assert (code, out) == (0, "") and "half of a surrogate pair" in err

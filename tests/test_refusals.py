@@ -186,13 +186,13 @@ def _content(folder: Path) -> dict[str, tuple[int, bytes]]:
     return result
 
 
-def _words(taken: Taken, written: str, given: Path) -> Sequence[str]:
-    """Return words for all required settings except the given one."""
+def _arguments(taken: Taken, written: str, given: Path) -> Sequence[str]:
+    """Return arguments for all required settings except the given one."""
     items = {item.name: item for item in dataclasses.fields(taken.settings)}
     names = [name for name, item in items.items() if is_required(item)]
     for choice in getattr(taken.settings, "ONE_OF", ()):
         names += [] if set(choice) & {*names, written} else [choice[0]]
-    words = ["--serial", "no-such-device"] if "serial" in taken.field_types else []
+    arguments = ["--serial", "no-such-device"] if "serial" in taken.field_types else []
     for name in names:
         field_type = taken.field_types[name]
         if name == written:
@@ -210,8 +210,8 @@ def _words(taken: Taken, written: str, given: Path) -> Sequence[str]:
             value = given / "rows.jsonl"
         else:
             value = given / "model"
-        words += [flag(name), str(value)]
-    return words
+        arguments += [flag(name), str(value)]
+    return arguments
 
 
 @pytest.mark.parametrize("has_inputs", [False, True])
@@ -234,14 +234,11 @@ def test_a_refused_command_changes_nothing_where_it_would_write(
         path = work / f"people{SUFFIX.get((taken.prog, name), '.csv')}"
         make(path)
         before = _content(tmp_path)
-        words = [
-            *taken.prog.split()[1:],
-            *_words(taken, name, given),
-            flag(name),
-            str(path),
+        arguments = [
+            *taken.prog.split()[1:], *_arguments(taken, name, given), flag(name), str(path),
             *MORE.get(taken.prog, []),
-        ]
-        ended = prge(*words, check=False, cwd=given)
+        ]  # fmt: skip
+        ended = prge(*arguments, check=False, cwd=given)
         after = _content(tmp_path)
         assert {key: after.get(key) for key in before} == before, (variant, ended)
         assert "Traceback" not in ended.stderr, (variant, ended)

@@ -19,10 +19,10 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 def prge(
-    *words: object, check: bool = True, cwd: Path | None = None, input: str = ""
+    *arguments: object, check: bool = True, cwd: Path | None = None, input: str = ""
 ) -> subprocess.CompletedProcess[str]:
     """Run one verb and return its exit code and output, including its children's."""
-    command = list(map(str, words))
+    command = list(map(str, arguments))
     with (
         tempfile.TemporaryFile("w+") as given,
         tempfile.TemporaryFile("w+") as out,

@@ -49,8 +49,8 @@ def test_clearing_reports_what_was_freed(folder: Path, capsys: pytest.CaptureFix
 
 def test_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fill(folder)
-    for words, files, size, freed in (([], 2, 3000, None), (["--clear"], 0, 0, 3000)):
-        assert main(["cache", "--json", *words]) == 0
+    for arguments, files, size, freed in (([], 2, 3000, None), (["--clear"], 0, 0, 3000)):
+        assert main(["cache", "--json", *arguments]) == 0
         report = json.loads(capsys.readouterr().out)
         empty = {"folder": str(folder.with_name("programs")), "files": 0, "bytes": 0}
         packed = {"folder": str(folder), "files": files, "bytes": size}

@@ -40,8 +40,8 @@ def talk(
 
     def call(*lines: str, flags: tuple[object, ...] = ()) -> str:
         monkeypatch.setattr("sys.stdin", io.StringIO("".join(line + "\n" for line in lines)))
-        words = ["--bundle", numpy_model.folder, "--temperature", 0, "--max-tokens", 16, *flags]
-        assert main(["chat", *map(str, words)]) == 0
+        arguments = ["--bundle", numpy_model.folder, "--temperature", 0, "--max-tokens", 16, *flags]
+        assert main(["chat", *map(str, arguments)]) == 0
         out, call.err = capsys.readouterr()  # type: ignore[attr-defined]
         return out
 
@@ -200,8 +200,8 @@ def test_without_a_template_the_text_of_all_lines_is_continued(
     numpy_model = NumpyModel(tmp_path / "plain")
     numpy_model.replaces(monkeypatch, verb)
     monkeypatch.setattr("sys.stdin", io.StringIO("the film\na dog\n"))
-    words = ["--bundle", str(numpy_model.folder), "--temperature", "0", "--max-tokens", "16"]
-    assert main(["chat", *words]) == 0
+    arguments = ["--bundle", str(numpy_model.folder), "--temperature", "0", "--max-tokens", "16"]
+    assert main(["chat", *arguments]) == 0
     out, err = capsys.readouterr()
     first = numpy_model.answers("the film").text
     assert out == written([first, numpy_model.answers(f"the film{first}\na dog").text])

@@ -30,8 +30,8 @@ def numpy_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NumpyModel:
 class VerbOutput:
     """A verb's output and exit code."""
 
-    def __init__(self, capsys: pytest.CaptureFixture[str], words: list[object]) -> None:
-        self.code = main(["generate", *map(str, words)])
+    def __init__(self, capsys: pytest.CaptureFixture[str], arguments: list[object]) -> None:
+        self.code = main(["generate", *map(str, arguments)])
         self.out, self.err = capsys.readouterr()
 
     @property
@@ -41,8 +41,8 @@ class VerbOutput:
 
 @pytest.fixture
 def generate(numpy_model: NumpyModel, capsys: pytest.CaptureFixture[str]) -> Any:
-    def call(*words: object) -> VerbOutput:
-        return VerbOutput(capsys, ["--bundle", numpy_model.folder, "--max-tokens", 16, *words])
+    def call(*arguments: object) -> VerbOutput:
+        return VerbOutput(capsys, ["--bundle", numpy_model.folder, "--max-tokens", 16, *arguments])
 
     return call
 
@@ -194,18 +194,22 @@ def test_a_chat_template_is_given_tools_variables_and_a_date(
     }
     for flag, content in files.items():
         (tmp_path / f"{flag}.jsonl").write_text(json.dumps(content) + "\n")
-        words = [f"--bundle={numpy_model.folder}", f"--{flag}={tmp_path / flag}.jsonl", "--date=2026-11-27"]
-        output = VerbOutput(capsys, [*words, "--json", "--max-tokens=16"])
+        arguments = [
+            f"--bundle={numpy_model.folder}",
+            f"--{flag}={tmp_path / flag}.jsonl",
+            "--date=2026-11-27",
+        ]
+        output = VerbOutput(capsys, [*arguments, "--json", "--max-tokens=16"])
         wanted = prompt.replace("|user", "|system:Be kind.|user") if flag == "data" else prompt
         literal = NumpyModel(tmp_path / f"literal-{flag}", f"{{% raw %}}{wanted}{{% endraw %}}")
         assert output.lines[0]["text"] == literal.answers([message]).text
         assert output.lines[0]["prompt_tokens"] == len(literal.tokenizer.encode(wanted))
     assert "(prompt and completion), columns: prompt, tools, style, system; not read: id" in output.err
-    words = [f"--bundle={numpy_model.folder}", "--chat", "--prompt", "Hi", "--date=2026-11-27", "--json"]
+    arguments = [f"--bundle={numpy_model.folder}", "--chat", "--prompt", "Hi", "--date=2026-11-27", "--json"]
     given = json.dumps({"style": "brief", "tools": tools})
-    output = VerbOutput(capsys, [*words, f"--chat-template-kwargs={given}", "--max-tokens=16"])
+    output = VerbOutput(capsys, [*arguments, f"--chat-template-kwargs={given}", "--max-tokens=16"])
     assert output.lines[0]["prompt_tokens"] == len(literal.tokenizer.encode(prompt))
-    output = VerbOutput(capsys, [*words, "--chat-template-kwargs=[1]"])
+    output = VerbOutput(capsys, [*arguments, "--chat-template-kwargs=[1]"])
     assert output.code == 2 and "chat_template_kwargs must be a mapping of names to values" in output.err
 
 
@@ -231,7 +235,7 @@ def test_a_prompt_that_is_too_long_names_both_lengths_or_is_cut(
 
 
 @pytest.mark.parametrize(
-    ("words", "output"),
+    ("arguments", "output"),
     [
         ([], "--prompt or --messages or --data is missing"),
         (["--prompt", "a", "--data", "b.jsonl"], "--prompt and --data: give one of them"),
@@ -246,8 +250,8 @@ def test_a_prompt_that_is_too_long_names_both_lengths_or_is_cut(
         (["--messages", "nowhere.json"], "nowhere.json can't be answered"),
     ],
 )
-def test_what_makes_no_sense_is_an_error(generate: Any, words: list[str], output: str) -> None:
-    done = generate(*words)
+def test_what_makes_no_sense_is_an_error(generate: Any, arguments: list[str], output: str) -> None:
+    done = generate(*arguments)
     assert done.code == 2
     assert output in done.err
     assert done.out == ""

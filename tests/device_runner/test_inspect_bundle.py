@@ -20,7 +20,7 @@ def test_text_shows_all_of_the_manifest(tmp_path: Path, capsys: pytest.CaptureFi
     folder = make_bundle(tmp_path / "bundle", provenance={"made_by": "a test"})
     assert main([str(folder)]) == 0
     text = capsys.readouterr().out
-    for words in (
+    for part in (
         "model_type    llama",
         "3 of 3 types, the lowest adapted block is 1",
         "stack, tangent, back",
@@ -40,7 +40,7 @@ def test_text_shows_all_of_the_manifest(tmp_path: Path, capsys: pytest.CaptureFi
         "made_by: a test",
         "weights/000.ptd  ok",
     ):
-        assert words in text, words
+        assert part in text, part
     assert text.count("  ok") == len(inspect(folder)["files"])
 
 
@@ -72,13 +72,13 @@ def test_memory_of_runs_is_reported_by_estimator_and_bound(
     ]
     assert main([str(folder)]) == 0
     text = capsys.readouterr().out
-    for words in (
+    for part in (
         "4 rows of 16 tokens, native engine",
         "exact       everything",
         "exact       one block",
         "--memory",
     ):
-        assert words in text, words
+        assert part in text, part
     assert "\nother" not in text and "\noutline" not in text
 
 

@@ -194,8 +194,8 @@ def test_ratings_are_learnt_by_kto(settings: RunSettings, tmp_path: Path) -> Non
 
 def test_an_adapter_is_scored_against_the_bundles_own(settings: RunSettings, tmp_path: Path) -> None:
     run(replace(settings, steps=60))
-    words = ["--bundle", settings.bundle, "--data", settings.dev, "--adapter", settings.out, "--json"]
-    assert evaluate_verb.main([*map(str, words), str(tmp_path / "scores.json")]) == 0
+    arguments = ["--bundle", settings.bundle, "--data", settings.dev, "--adapter", settings.out, "--json"]
+    assert evaluate_verb.main([*map(str, arguments), str(tmp_path / "scores.json")]) == 0
     result = json.loads((tmp_path / "scores.json").read_text())
     best = max(evaluations(settings.out), key=lambda each: each["value"])
     for name in ("loss", "pairs_right", "margin", "chosen_change", "rejected_change"):

@@ -40,10 +40,10 @@ def test_rows_are_removed_by_a_text_or_their_numbers(path: Path, capsys: pytest.
     assert path.read_bytes() == b"" and path.stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.parametrize("words", [[], ["--match", ""], ["--match", "a", "--row", "1"]])
-def test_it_must_be_clear_which_rows(path: Path, words: list[str]) -> None:
+@pytest.mark.parametrize("arguments", [[], ["--match", ""], ["--match", "a", "--row", "1"]])
+def test_it_must_be_clear_which_rows(path: Path, arguments: list[str]) -> None:
     before = path.read_bytes()
-    assert main(["rows", "forget", str(path), *words]) == 2
+    assert main(["rows", "forget", str(path), *arguments]) == 2
     assert path.read_bytes() == before
 
 

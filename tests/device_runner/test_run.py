@@ -115,8 +115,10 @@ def test_it_reports_its_choices_for_rows_before_and_after_and_what_is_right(
         assert all(each["text"] in ("No", "Yes") for each in samples)
     # The same scores as an evaluation of the same adapter.
     predictions = tmp_path / "predictions.jsonl"
-    words = ["--bundle", settings.bundle, "--adapter", settings.out, "--data", settings.dev, "--task", task]
-    assert evaluate_verb.main([*map(str, words), "--limit", "3", "--predictions", str(predictions)]) == 0
+    arguments = [
+        "--bundle", settings.bundle, "--adapter", settings.out, "--data", settings.dev, "--task", task,
+    ]  # fmt: skip
+    assert evaluate_verb.main([*map(str, arguments), "--limit", "3", "--predictions", str(predictions)]) == 0
     assert [each["text"].strip() for each in _json_lines(predictions)] == [
         each["text"] for each in summary["after"]
     ]
@@ -185,10 +187,12 @@ def test_a_run_of_an_earlier_version_is_refused(settings: RunSettings, position:
         record["settings"]["guided"] = True
         path.write_bytes(b"".join([_signed(record).encode(), *rest]))
     before = {each: each.read_bytes() for each in settings.out.rglob("*") if each.is_file()}
-    words = ["--resume", str(settings.out), "--bundle", str(settings.bundle), "--train", str(settings.train)]
-    words += ["--dev", str(settings.dev), *(["--task", settings.task] if settings.task else [])]
+    arguments = [
+        "--resume", str(settings.out), "--bundle", str(settings.bundle), "--train", str(settings.train),
+    ]  # fmt: skip
+    arguments += ["--dev", str(settings.dev), *(["--task", settings.task] if settings.task else [])]
     with raises(ConfigError, "settings-unusable", "run-of-other-version", containing="guided"):
-        run_verb.main(words)
+        run_verb.main(arguments)
     assert {each: each.read_bytes() for each in settings.out.rglob("*") if each.is_file()} == before
 
 
@@ -391,8 +395,8 @@ def test_a_folder_whose_name_begins_with_a_dash_is_resumed(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     run(replace(settings, out=Path("-x")))
-    for words in (["--resume", "./-x"], ["--resume=-x"]):
-        stored = parse_settings(RunSettings, words, "prge run")
+    for arguments in (["--resume", "./-x"], ["--resume=-x"]):
+        stored = parse_settings(RunSettings, arguments, "prge run")
         assert (stored.out, stored.steps) == (Path("-x"), STEPS)
         run(stored)
 
@@ -487,10 +491,10 @@ def test_scores_of_cut_rows_say_so(
     assert {r["cut_examples"] for r in evaluations} == {1}
     assert "cut examples 1" in (settings.out / "log.txt").read_text()
     device.replaces(monkeypatch, evaluate_verb)
-    words = [f"--bundle={settings.bundle}", f"--data={settings.dev}", f"--adapter={settings.out}"]
-    words += [f"--task={settings.task}"] if settings.task else []
+    arguments = [f"--bundle={settings.bundle}", f"--data={settings.dev}", f"--adapter={settings.out}"]
+    arguments += [f"--task={settings.task}"] if settings.task else []
     capsys.readouterr()
-    assert evaluate_verb.main([*words, f"--json={settings.out / 'eval.json'}"]) == 0
+    assert evaluate_verb.main([*arguments, f"--json={settings.out / 'eval.json'}"]) == 0
     assert "1 of 2 examples were truncated: these figures are not of whole rows" in capsys.readouterr().out
     assert json.loads((settings.out / "eval.json").read_text())["cut_examples"] == 1
 
@@ -567,10 +571,10 @@ def test_a_run_keeps_the_day_that_it_began_on(
     assert "date: '2026-11-27'" in (chat.out / "config.yaml").read_text()
     with raises(ConfigError, "settings-changed", containing="2026-12-03"):
         run(replace(killed, resume=killed.out, date="2026-12-03"))
-    words = [f"--bundle={settings.bundle}", f"--data={chat.dev}", f"--adapter={chat.out}"]
+    arguments = [f"--bundle={settings.bundle}", f"--data={chat.dev}", f"--adapter={chat.out}"]
     losses = {}
     for given in ("", "--date=2026-11-27", "--date=2026-12-03"):
-        evaluate_verb.main([*words, f"--json={tmp_path / 'eval.json'}", *filter(None, [given])])
+        evaluate_verb.main([*arguments, f"--json={tmp_path / 'eval.json'}", *filter(None, [given])])
         losses[given] = json.loads((tmp_path / "eval.json").read_text())["loss"]
     assert losses[""] == losses["--date=2026-11-27"] != losses["--date=2026-12-03"]
     other = replace(chat, out=tmp_path / "other")

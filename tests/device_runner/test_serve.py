@@ -17,9 +17,9 @@ from tests.refusals import raises
 EMPTY = ["", " ", "\n", "\t \r\n"]
 
 
-def refused(*words: object, code: str = "settings-unusable") -> str:
+def refused(*arguments: object, code: str = "settings-unusable") -> str:
     with raises(ConfigError, code) as caught:
-        serve.main(["--bundle", "nothing", *map(str, words)])
+        serve.main(["--bundle", "nothing", *map(str, arguments)])
     return str(caught.value)
 
 
@@ -53,9 +53,9 @@ def test_a_key_comes_from_a_file_before_the_environment(
     assert read_api_keys(tmp_path / "key") == ("one", "two")
 
 
-@pytest.mark.parametrize("words", [["--api-key", ""], ["--api-key="], ["--api_key=secret"]])
-def test_a_key_in_the_words_of_a_command_is_refused(words: list[str]) -> None:
-    result = refused(*words, code="api-key-in-command")
+@pytest.mark.parametrize("arguments", [["--api-key", ""], ["--api-key="], ["--api_key=secret"]])
+def test_a_key_in_the_words_of_a_command_is_refused(arguments: list[str]) -> None:
+    result = refused(*arguments, code="api-key-in-command")
     assert "--api-key-file" in result and "PRGE_API_KEY" in result and "secret" not in result
 
 

@@ -41,11 +41,12 @@ def run(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def evaluation(workshop: Path, run: Path, *words: object) -> dict[str, Any]:
+def evaluation(workshop: Path, run: Path, *arguments: object) -> dict[str, Any]:
     folder = run.parent
     prge(
         "eval", "--bundle", workshop / "bundle", "--data", folder / "rows.jsonl", "--task",
-        folder / "task.yaml", "--json", folder / "eval.json", "--predictions", folder / "found.jsonl", *words,
+        folder / "task.yaml", "--json", folder / "eval.json", "--predictions", folder / "predictions.jsonl",
+        *arguments,
     )  # fmt: skip
     result: dict[str, Any] = json.loads((folder / "eval.json").read_text())
     return result
@@ -55,7 +56,9 @@ def test_what_was_learnt_is_what_the_model_writes(workshop: Path, run: Path) -> 
     before, after = evaluation(workshop, run), evaluation(workshop, run, "--adapter", run)
     assert before["exact_match"] < 0.5 < 0.9 < after["exact_match"] <= after["f1"] <= 1
     rows = [json.loads(line) for line in (run.parent / "rows.jsonl").read_text().splitlines()]
-    result = [json.loads(line)["text"] for line in (run.parent / "found.jsonl").read_text().splitlines()]
+    result = [
+        json.loads(line)["text"] for line in (run.parent / "predictions.jsonl").read_text().splitlines()
+    ]
     for name, measure in (("exact_match", exact_match), ("f1", token_f1)):
         values = [measure(text, row["answers"]) for text, row in zip(result, rows, strict=True)]
         assert after[name] == pytest.approx(sum(values) / len(values))
@@ -65,7 +68,7 @@ def test_another_metric_of_texts(workshop: Path, run: Path, tmp_path: Path) -> N
     task = (run.parent / "task.yaml").read_text().replace("f1_answer", "rouge_l")
     (tmp_path / "task.yaml").write_text(task)
     result = evaluation(workshop, run, "--adapter", run, "--task", tmp_path / "task.yaml", "--limit", 1)
-    text = json.loads((run.parent / "found.jsonl").read_text())["text"]
+    text = json.loads((run.parent / "predictions.jsonl").read_text())["text"]
     assert result["rouge_l"] == pytest.approx(rouge_l(text, ["bb cc"]))
     assert "f1" not in result and result["examples"] == 1
 
@@ -84,9 +87,9 @@ def test_samples_of_a_run(workshop: Path, run: Path) -> None:
 def server(workshop: Path, run: Path) -> Iterator[str]:
     """The address of a server of the bundle and the run."""
     (run.parent / "chat.jinja").write_text(TEMPLATE)
-    words = ["serve", workshop / "bundle", "--adapter", run, "--port", 0, "--slots", 4, "--chat-template",
+    arguments = ["serve", workshop / "bundle", "--adapter", run, "--port", 0, "--slots", 4, "--chat-template",
              run.parent / "chat.jinja"]  # fmt: skip
-    command = [sys.executable, "-m", "prge.cli.main", *map(str, words)]
+    command = [sys.executable, "-m", "prge.cli.main", *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         try:

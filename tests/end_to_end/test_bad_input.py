@@ -25,11 +25,11 @@ Run = Callable[..., str]
 
 
 @pytest.fixture
-def fails(run_words: list[object], capsys: pytest.CaptureFixture[str]) -> Run:
+def fails(run_arguments: list[object], capsys: pytest.CaptureFixture[str]) -> Run:
     """Call `prge run` with some arguments changed, and return its error message."""
 
-    def run(*words: object) -> str:
-        assert main(["run", *map(str, run_words), *map(str, words)]) == 2
+    def run(*arguments: object) -> str:
+        assert main(["run", *map(str, run_arguments), *map(str, arguments)]) == 2
         message = capsys.readouterr().err
         assert "Traceback" not in message
         # A note on repeated flags may precede the error.
@@ -54,11 +54,11 @@ def test_a_flipped_bit_of_a_bundle(
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    words = ["--data", str(workshop / "dev.jsonl"), "--task", str(workshop / "task.yaml")]
+    arguments = ["--data", str(workshop / "dev.jsonl"), "--task", str(workshop / "task.yaml")]
     if verb == "run":
         message = fails("--bundle", bundle)
     else:
-        assert main(["eval", "--bundle", str(bundle), *words]) == 2
+        assert main(["eval", "--bundle", str(bundle), *arguments]) == 2
         message = capsys.readouterr().err
     assert message.startswith(f"prge {verb}: error: ") and "Traceback" not in message
     assert "000.ptd is not the file" in message and "again" in message
@@ -133,16 +133,18 @@ def test_answers_that_are_no_numbers_are_no_result(
     adapter = _adapter(workshop, tmp_path / "huge", huge)
     (adapter / "hashes.json").unlink(missing_ok=True)
     rows = ["--data", workshop / "dev.jsonl", "--task", workshop / "task.yaml"]
-    words = ["--bundle", workshop / "bundle", "--adapter", adapter, *rows, "--json", tmp_path / "eval.json"]
-    assert main(["eval", *map(str, words)]) == 2
+    arguments = [
+        "--bundle", workshop / "bundle", "--adapter", adapter, *rows, "--json", tmp_path / "eval.json",
+    ]  # fmt: skip
+    assert main(["eval", *map(str, arguments)]) == 2
     assert "the loss of these rows is nan" in capsys.readouterr().err
     assert not (tmp_path / "eval.json").exists()
 
 
-def run_elsewhere(*words: object, limit: int = resource.RLIM_INFINITY, code: int = 0) -> str:
+def run_elsewhere(*arguments: object, limit: int = resource.RLIM_INFINITY, code: int = 0) -> str:
     """Run `prge run` in its own process; a limit on file sizes simulates a full disk."""
     done = subprocess.run(
-        [sys.executable, "-m", "prge.cli.main", "run", *map(str, words)],
+        [sys.executable, "-m", "prge.cli.main", "run", *map(str, arguments)],
         capture_output=True,
         text=True,
         cwd=REPOSITORY,
@@ -154,9 +156,9 @@ def run_elsewhere(*words: object, limit: int = resource.RLIM_INFINITY, code: int
     return done.stderr
 
 
-def test_no_space_left(run_words: list[object], tmp_path: Path) -> None:
+def test_no_space_left(run_arguments: list[object], tmp_path: Path) -> None:
     """Earlier progress is kept, and the run can be resumed."""
-    assert "can't be written" in run_elsewhere(*run_words, "--steps", 100, limit=6000, code=2)
+    assert "can't be written" in run_elsewhere(*run_arguments, "--steps", 100, limit=6000, code=2)
     prge("run", "--resume", tmp_path / "run")
 
 
@@ -166,18 +168,18 @@ def test_no_space_left_for_the_states_of_an_exact_step(workshop: Path, tmp_path:
     # KTO compares the examples of a step, so all of their activations are kept at once.
     rated = [{"prompt": "aa aa ?", "completion": " yes", "label": number % 2 == 0} for number in range(24)]
     (tmp_path / "rated.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rated))
-    words = [
+    arguments = [
         "--bundle", workshop / "bundle", "--train", tmp_path / "rated.jsonl", "--objective", "kto",
         "--out", tmp_path / "run", "--batch-size", 1024, "--steps", 2, "--learning-rate", 0.01,
     ]  # fmt: skip
     # The process of the tests needs more memory than one that runs a single verb.
-    least = run_elsewhere(*words, "--memory", 1, code=2)
-    words += ["--memory", least.split("needs at least ")[1].split("\n")[0].replace(" ", "")]
-    run_elsewhere(*words)
+    least = run_elsewhere(*arguments, "--memory", 1, code=2)
+    arguments += ["--memory", least.split("needs at least ")[1].split("\n")[0].replace(" ", "")]
+    run_elsewhere(*arguments)
     whole = (tmp_path / "run/final/adapter_model.safetensors").read_bytes()
     shutil.rmtree(tmp_path / "run")
     largest = max(path.stat().st_size for path in (workshop / "bundle/weights").iterdir())
-    said = run_elsewhere(*words, limit=largest, code=2)
+    said = run_elsewhere(*arguments, limit=largest, code=2)
     assert f"{tmp_path / 'run'} can't be written" in said
     assert b'"kind":"step"' not in (tmp_path / "run/journal.jsonl").read_bytes()
     run_elsewhere("--resume", tmp_path / "run")
@@ -185,28 +187,28 @@ def test_no_space_left_for_the_states_of_an_exact_step(workshop: Path, tmp_path:
 
 
 def test_memory_that_no_block_fits_into_begins_no_run(
-    fails: Run, run_words: list[object], tmp_path: Path
+    fails: Run, run_arguments: list[object], tmp_path: Path
 ) -> None:
     message = fails("--memory", 1000)
     assert "--memory 1000 bytes is too little:" in message
     assert not (tmp_path / "run").exists()
     needed = message.split("needs at least ")[1].split("\n")[0].replace(" ", "").replace(",", "")
-    assert main(["run", *map(str, run_words), "--steps", "1", "--memory", needed, "--quiet"]) == 0
+    assert main(["run", *map(str, run_arguments), "--steps", "1", "--memory", needed, "--quiet"]) == 0
 
 
-def test_standard_files_that_are_closed_end_no_run(run_words: list[object], tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "prge.cli.main", "run", *map(str, run_words), "--keep-gradients"]
+def test_standard_files_that_are_closed_end_no_run(run_arguments: list[object], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "prge.cli.main", "run", *map(str, run_arguments), "--keep-gradients"]
     closed = subprocess.run(command, cwd=REPOSITORY, preexec_fn=lambda: os.closerange(0, 3), check=False)
     assert closed.returncode == 0
     prge("replay", tmp_path / "run", "--out", tmp_path / "replayed")
 
 
 @pytest.mark.parametrize("megabytes", [150, *second_tier(140, 160, 170)])
-def test_memory_that_runs_out_is_said_as_that(run_words: list[object], megabytes: int) -> None:
+def test_memory_that_runs_out_is_said_as_that(run_arguments: list[object], megabytes: int) -> None:
     """Python, numpy and the engine need more address space than this; where it runs out differs."""
     limit = megabytes << 20
     done = subprocess.run(
-        [sys.executable, "-m", "prge.cli.main", "run", *map(str, run_words)],
+        [sys.executable, "-m", "prge.cli.main", "run", *map(str, run_arguments)],
         capture_output=True,
         text=True,
         cwd=REPOSITORY,
@@ -218,11 +220,11 @@ def test_memory_that_runs_out_is_said_as_that(run_words: list[object], megabytes
     assert "Traceback" not in done.stderr and "damaged" not in done.stderr
 
 
-def test_a_name_of_a_folder_beyond_ascii(run_words: list[object], tmp_path: Path) -> None:
+def test_a_name_of_a_folder_beyond_ascii(run_arguments: list[object], tmp_path: Path) -> None:
     environment, name = {**os.environ, "LC_ALL": "C", "PYTHONPATH": str(REPOSITORY)}, "grün"
-    for words in (["run", *map(str, run_words), f"--out={name}"], ["run", "--resume", f"./{name}"]):
+    for arguments in (["run", *map(str, run_arguments), f"--out={name}"], ["run", "--resume", f"./{name}"]):
         done = subprocess.run(
-            [sys.executable, "-m", "prge.cli.main", *words],
+            [sys.executable, "-m", "prge.cli.main", *arguments],
             capture_output=True,
             cwd=tmp_path,
             env=environment,

@@ -55,19 +55,21 @@ def quiz(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_batch_has_room_for_all_candidates_of_a_row(
     quiz: Path, bundle: Path, tmp_path: Path, estimator: str, rows: int
 ) -> None:
-    words = ["--bundle", bundle, "--task", quiz / "task.yaml"]
-    trained = [*words, "--train", quiz / "rows.jsonl", "--steps", 2, "--estimator", estimator]
+    arguments = ["--bundle", bundle, "--task", quiz / "task.yaml"]
+    trained = [*arguments, "--train", quiz / "rows.jsonl", "--steps", 2, "--estimator", estimator]
     prge("run", *trained, "--out", tmp_path / "run")
     summary = json.loads((tmp_path / "run/run.json").read_text())
     assert summary["train"]["rows"] == 2 * CHOICES * rows
-    prge("eval", *words, "--data", quiz / "rows.jsonl", "--adapter", tmp_path / "run")
+    prge("eval", *arguments, "--data", quiz / "rows.jsonl", "--adapter", tmp_path / "run")
 
 
 def test_a_batch_counts_rows_whatever_their_candidates(quiz: Path, bundle: Path, tmp_path: Path) -> None:
-    words = ["--bundle", bundle, "--task", quiz / "task.yaml", "--train", quiz / "rows.jsonl", "--steps", 1]
-    words += ["--estimator", "exact", "--optimizer", "sgd"]
+    arguments = [
+        "--bundle", bundle, "--task", quiz / "task.yaml", "--train", quiz / "rows.jsonl", "--steps", 1,
+    ]  # fmt: skip
+    arguments += ["--estimator", "exact", "--optimizer", "sgd"]
     out = tmp_path / "run"
-    prge("run", *words, "--out", out, "--batch-size", 2)
+    prge("run", *arguments, "--out", out, "--batch-size", 2)
     assert "1 steps of 2 examples" in (out / "log.txt").read_text()
     assert json.loads((out / "run.json").read_text())["train"]["rows"] == 2 * CHOICES * 3
 
@@ -80,10 +82,10 @@ def test_replay_makes_the_same_bits(runs: dict[str, Path], tmp_path: Path, name:
 def test_a_baseline_takes_a_batch_with_room_for_all_candidates(
     quiz: Path, workshop: Path, bundle: Path, tmp_path: Path
 ) -> None:
-    words = ["--bundle", bundle, "--model", workshop / "model", "--method", "backprop-lora-fa"]
-    words += ["--task", quiz / "task.yaml", "--train", quiz / "rows.jsonl", "--steps", 2]
-    prge("baseline", *words, "--out", tmp_path / "run")
-    prge("baseline", *words, "--out", tmp_path / "two", "--batch-size", 2)
+    arguments = ["--bundle", bundle, "--model", workshop / "model", "--method", "backprop-lora-fa"]
+    arguments += ["--task", quiz / "task.yaml", "--train", quiz / "rows.jsonl", "--steps", 2]
+    prge("baseline", *arguments, "--out", tmp_path / "run")
+    prge("baseline", *arguments, "--out", tmp_path / "two", "--batch-size", 2)
     rows = [
         json.loads((tmp_path / name / "run.json").read_text())["train"]["rows"] for name in ("run", "two")
     ]

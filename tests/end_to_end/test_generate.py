@@ -101,8 +101,8 @@ def test_trained_models_write_what_the_merged_model_does(
     bundle, merged = tmp_path / "bundle", tmp_path / "merged"
     roles = ["--roles", "prefill", "decode"]
     prge("export", "--model", base, "--start-adapter", trained, "--out", bundle, *roles)
-    words = ["publish", trained, "--model", base, "--format", "merged", "--out", merged]
-    assert main([*map(str, words)]) == 0
+    arguments = ["publish", trained, "--model", base, "--format", "merged", "--out", merged]
+    assert main([*map(str, arguments)]) == 0
     done = prge("generate", "--bundle", bundle, "--prompt", *STORIES, "--max-tokens", 60, "--json")
     result = lines(done.stdout)
     tokens = expected(merged, None, STORIES, 60)
@@ -112,11 +112,11 @@ def test_trained_models_write_what_the_merged_model_does(
 
 
 def test_a_conversation_through_a_pipe(workshop: Path, trained: Path) -> None:
-    words = ["--bundle", workshop / "bundle", "--max-tokens", 6, "--temperature", 0]
+    arguments = ["--bundle", workshop / "bundle", "--max-tokens", 6, "--temperature", 0]
     said = f"aa bb\n/reset\n/adapter {trained}\naa bb\n"
-    done = prge("chat", *words, input=said)
+    done = prge("chat", *arguments, input=said)
     alone = [
-        prge("generate", *words, "--prompt", "aa bb", *adapter).stdout
+        prge("generate", *arguments, "--prompt", "aa bb", *adapter).stdout
         for adapter in ([], ["--adapter", trained])
     ]
     assert done.stdout == "".join(alone)
@@ -141,5 +141,5 @@ def test_a_run_on_a_phone_speaks_there(workshop: Path, trained: Path, tmp_path: 
         6,
     ).stdout
     assert phone.prge("generate", "first", "--prompt", "aa bb", "--max-tokens", 6).stdout == here
-    words = ["first", "--max-tokens", 6, "--temperature", 0]
-    assert phone.prge("chat", *words, stdin="aa bb\n").stdout == here
+    arguments = ["first", "--max-tokens", 6, "--temperature", 0]
+    assert phone.prge("chat", *arguments, stdin="aa bb\n").stdout == here

@@ -171,9 +171,9 @@ for out, kills in ((folder / "whole", []), (folder / "killed", counts)):
 )
 
 
-def in_a_parent(script: str, *words: object) -> str:
+def in_a_parent(script: str, *arguments: object) -> str:
     """Run code in a process that forks the runs, and return its output."""
-    command = [sys.executable, "-c", script, *map(str, words)]
+    command = [sys.executable, "-c", script, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -21,9 +21,9 @@ TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 
 
 @contextmanager
-def verb(*words: object) -> Iterator[subprocess.Popen[str]]:
+def verb(*arguments: object) -> Iterator[subprocess.Popen[str]]:
     """Start a verb in its own process."""
-    command = [sys.executable, "-m", "prge.cli.main", *map(str, words)]
+    command = [sys.executable, "-m", "prge.cli.main", *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment) as process:
@@ -48,13 +48,13 @@ def ended(process: subprocess.Popen[str], number: int) -> None:
 
 @pytest.mark.whole
 def test_a_bundle_and_a_run_on_the_page(
-    workshop: Path, run_words: list[object], tmp_path: Path, visit: Callable[..., Any]
+    workshop: Path, run_arguments: list[object], tmp_path: Path, visit: Callable[..., Any]
 ) -> None:
-    prge("run", *run_words, "--sample-rows", 1)
+    prge("run", *run_arguments, "--sample-rows", 1)
     (tmp_path / "template.jinja").write_text(TEMPLATE)
-    words = ["--chat-template", tmp_path / "template.jinja", "--feedback", tmp_path / "feedback.jsonl"]
-    words += ["--adapter", tmp_path / "run", "--runs", tmp_path, "--port", 0, "--threads", 1]
-    with verb("serve", workshop / "bundle", *words) as process:
+    arguments = ["--chat-template", tmp_path / "template.jinja", "--feedback", tmp_path / "feedback.jsonl"]
+    arguments += ["--adapter", tmp_path / "run", "--runs", tmp_path, "--port", 0, "--threads", 1]
+    with verb("serve", workshop / "bundle", *arguments) as process:
         page = visit(url_of(process))
         page.get_by_role("checkbox", name="run").check()
         about = page.locator("aside")
@@ -85,10 +85,10 @@ def test_a_run_is_watched_and_stopped_after_its_step(
     workshop: Path, tmp_path: Path, visit: Callable[..., Any]
 ) -> None:
     out = tmp_path / "runs" / "long"
-    words = ["--bundle", workshop / "bundle", "--train", workshop / "train.jsonl", "--out", out]
-    words += ["--task", workshop / "task.yaml", "--steps", 100_000, "--threads", 1]
+    arguments = ["--bundle", workshop / "bundle", "--train", workshop / "train.jsonl", "--out", out]
+    arguments += ["--task", workshop / "task.yaml", "--steps", 100_000, "--threads", 1]
     (tmp_path / "runs").mkdir()
-    with verb("run", *words) as run, verb("watch", tmp_path / "runs", "--no-open") as process:
+    with verb("run", *arguments) as run, verb("watch", tmp_path / "runs", "--no-open") as process:
         page = visit(url_of(process))
         expect(page.get_by_role("link", name="Chat")).to_have_count(0)
         button = page.get_by_role("button", name="Stop after this step")

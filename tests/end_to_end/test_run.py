@@ -47,13 +47,13 @@ def test_shards_are_learnt_as_the_whole_file(done: Path, workshop: Path, tmp_pat
     shards.mkdir()
     (shards / "a b.jsonl").write_text("".join(lines[:10]))
     (shards / "c.jsonl").write_text("".join(lines[10:]))
-    words: list[object] = [
+    arguments: list[object] = [
         "--bundle", workshop / "bundle", "--dev", workshop / "dev.jsonl", "--task", workshop / "task.yaml",
         "--steps", 12, "--evaluate-every", 4, "--checkpoint-every", 5, "--learning-rate", 0.01,
         "--estimator", "tangent",
     ]  # fmt: skip
     trained = ["--train", "a b.jsonl", "c.jsonl", "--out", tmp_path / "run"]
-    said = prge("run", *words, *trained, cwd=shards).stderr
+    said = prge("run", *arguments, *trained, cwd=shards).stderr
     whole, sharded = (
         (run / "final/adapter_model.safetensors").read_bytes() for run in (done, tmp_path / "run")
     )
@@ -64,7 +64,7 @@ def test_shards_are_learnt_as_the_whole_file(done: Path, workshop: Path, tmp_pat
     (shards / "c.jsonl").write_text("".join(lines[11:]))
     assert prge("run", "--resume", tmp_path / "run", "--steps", 14, check=False).returncode == 2
     (shards / "c.jsonl").write_text('{"text": 1, "label": 7}\n')
-    bad = prge("run", *words, *trained[:-1], tmp_path / "bad", cwd=shards, check=False)
+    bad = prge("run", *arguments, *trained[:-1], tmp_path / "bad", cwd=shards, check=False)
     assert bad.returncode == 2 and "row 1 of c.jsonl: " in bad.stderr
 
 
@@ -114,8 +114,8 @@ def test_eval_repeats_the_last_evaluation_of_the_run(done: Path, workshop: Path,
     assert result["accuracy"] == np.mean([row["prediction"] == row["label"] for row in rows])
 
 
-def test_ctrl_c_saves_and_resumes(run_words: list[object], tmp_path: Path, done: Path) -> None:
-    command = [sys.executable, "-m", "prge.cli.main", "run", *map(str, run_words), "--steps", "4000"]
+def test_ctrl_c_saves_and_resumes(run_arguments: list[object], tmp_path: Path, done: Path) -> None:
+    command = [sys.executable, "-m", "prge.cli.main", "run", *map(str, run_arguments), "--steps", "4000"]
     with subprocess.Popen(
         command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, cwd=REPOSITORY
     ) as process:
@@ -132,8 +132,8 @@ def test_ctrl_c_saves_and_resumes(run_words: list[object], tmp_path: Path, done:
     assert (tmp_path / f"run/checkpoints/step-{steps:06d}").is_dir()
 
 
-def test_a_folder_with_a_run_is_not_overwritten(run_words: list[object], done: Path) -> None:
-    again = prge("run", *run_words, "--out", done, check=False)
+def test_a_folder_with_a_run_is_not_overwritten(run_arguments: list[object], done: Path) -> None:
+    again = prge("run", *run_arguments, "--out", done, check=False)
     assert again.returncode == 2
     assert "holds a run already" in again.stderr and "--resume" in again.stderr
 
@@ -146,12 +146,12 @@ def test_resume_of_a_finished_run_changes_nothing(done: Path) -> None:
 
 
 def test_a_run_can_be_resumed_from_any_folder(workshop: Path, tmp_path: Path) -> None:
-    words = ["--bundle", "bundle", "--train", "train.jsonl", "--task", "task.yaml", "--steps", 3]
-    prge("run", *words, "--out", tmp_path / "run", cwd=workshop)
+    arguments = ["--bundle", "bundle", "--train", "train.jsonl", "--task", "task.yaml", "--steps", 3]
+    prge("run", *arguments, "--out", tmp_path / "run", cwd=workshop)
     prge("run", "--resume", "run", cwd=tmp_path)
 
 
-def test_an_adapter_to_start_from(run_words: list[object], done: Path, tmp_path: Path) -> None:
-    prge("run", *run_words, "--adapter", done, "--steps", 2)
+def test_an_adapter_to_start_from(run_arguments: list[object], done: Path, tmp_path: Path) -> None:
+    prge("run", *run_arguments, "--adapter", done, "--steps", 2)
     out = prge("replay", tmp_path / "run", "--out", tmp_path / "replayed").stdout
     assert "the same bits" in out

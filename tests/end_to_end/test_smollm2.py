@@ -59,8 +59,10 @@ def bundle(smollm2: Path, made_once: FolderBuilder) -> Path:
     """An unquantized bundle that scores and generates."""
 
     def fill(folder: Path) -> None:
-        words = ["--quantize", "fp32", "--roles", "forward", "prefill", "decode", "--sequence-length", 128]
-        prge("export", "--model", smollm2, "--out", folder / "bundle", "--rank", 4, *words)
+        arguments = [
+            "--quantize", "fp32", "--roles", "forward", "prefill", "decode", "--sequence-length", 128,
+        ]  # fmt: skip
+        prge("export", "--model", smollm2, "--out", folder / "bundle", "--rank", 4, *arguments)
 
     return made_once("smollm2", fill) / "bundle"
 
@@ -124,8 +126,8 @@ def test_answers_are_those_of_transformers(reference: tuple[Any, Any], bundle: P
     inputs = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt")
     output = model.generate(**inputs, max_new_tokens=16, do_sample=False, pad_token_id=tokenizer.eos_token_id)
     expected = output[0, inputs["input_ids"].shape[1] :].tolist()
-    words = ["--chat", "--prompt", question[0]["content"], "--max-tokens", 16, "--json"]
-    answer = json.loads(prge("generate", bundle, *words).stdout)
+    arguments = ["--chat", "--prompt", question[0]["content"], "--max-tokens", 16, "--json"]
+    answer = json.loads(prge("generate", bundle, *arguments).stdout)
     tokens = [token for token in expected if token != tokenizer.eos_token_id]
     assert answer["text"].strip() == tokenizer.decode(tokens).strip()
     assert "Paris" in answer["text"]
@@ -154,8 +156,8 @@ def test_gradients_of_a_quantized_bundle_point_where_autograds_do(
     from server_export.calibrate.rows import TEXT
     from server_export.oracle import TorchEngine
 
-    words = ["--quantize", "8da8w", "--roles", "forward", "backward", "--sequence-length", 128]
-    prge("export", "--model", smollm2, "--out", tmp_path / "bundle", "--rank", 4, *words)
+    arguments = ["--quantize", "8da8w", "--roles", "forward", "backward", "--sequence-length", 128]
+    prge("export", "--model", smollm2, "--out", tmp_path / "bundle", "--rank", 4, *arguments)
     bundle = open_bundle(tmp_path / "bundle")
     model, tokenizer = reference
     tokens = tokenizer(TEXT.read_text()).input_ids[:120]

@@ -17,9 +17,9 @@ from tests.verbs import REPOSITORY, prge
 pytestmark = pytest.mark.timeout(300)
 
 
-def answer(*words: object) -> dict[str, object]:
+def answer(*arguments: object) -> dict[str, object]:
     result: dict[str, object] = json.loads(
-        prge("generate", *words, "--prompt", "aa bb ?", "--max-tokens", 8, "--json").stdout
+        prge("generate", *arguments, "--prompt", "aa bb ?", "--max-tokens", 8, "--json").stdout
     )
     return result
 
@@ -35,7 +35,7 @@ def test_its_model_speaks_by_its_name(workshop: Path, tuned: Path) -> None:
 
 
 def test_it_is_scored_with_what_it_learnt(workshop: Path, tuned: Path, tmp_path: Path) -> None:
-    words = [
+    arguments = [
         "--data",
         workshop / "dev.jsonl",
         "--task",
@@ -45,7 +45,7 @@ def test_it_is_scored_with_what_it_learnt(workshop: Path, tuned: Path, tmp_path:
     ]
 
     def loss(*named: object) -> float:
-        prge("eval", *named, *words)
+        prge("eval", *named, *arguments)
         return float(json.loads((tmp_path / "a.json").read_text())["loss"])
 
     assert loss(tuned) == loss(workshop / "bundle", "--adapter", tuned / "run") < loss(workshop / "bundle")

@@ -33,10 +33,10 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def start(
-    checkout: Path, name: str, *words: str, cwd: Path, **environment: str
+    checkout: Path, name: str, *arguments: str, cwd: Path, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [checkout / "scripts" / name, *words],
+        [checkout / "scripts" / name, *arguments],
         capture_output=True,
         text=True,
         check=False,
@@ -62,7 +62,7 @@ def test_test_runs_style_types_and_tests_in_the_repository(checkout: Path, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("words", "passed"),
+    ("arguments", "passed"),
     [
         ([], ["-m", "not whole"]),
         (["-x"], ["-m", "not whole", "-x"]),
@@ -73,9 +73,9 @@ def test_test_runs_style_types_and_tests_in_the_repository(checkout: Path, tmp_p
     ],
 )
 def test_a_first_tier_runs_unless_all_or_some_are_named(
-    checkout: Path, tmp_path: Path, words: list[str], passed: list[str]
+    checkout: Path, tmp_path: Path, arguments: list[str], passed: list[str]
 ) -> None:
-    last = start(checkout, "test.sh", *words, cwd=tmp_path).stdout.splitlines()[-1]
+    last = start(checkout, "test.sh", *arguments, cwd=tmp_path).stdout.splitlines()[-1]
     assert last.partition("--quiet|")[2].split("|")[:-1] == passed
 
 

@@ -319,13 +319,13 @@ def test_targets_of_links_are_not_published(bundle: Bundle, trained: Path, tmp_p
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("words", [[], ["--model", "me/llama"]])
+@pytest.mark.parametrize("arguments", [[], ["--model", "me/llama"]])
 def test_a_hub_id_is_loaded_at_the_recorded_commit(
     saved: Path,
     bundle: Bundle,
     trained: Path,
     tmp_path: Path,
-    words: list[str],
+    arguments: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     give_environment(monkeypatch, HF_HUB_CACHE=str(tmp_path / "hub"), HF_HUB_OFFLINE="1")
@@ -340,7 +340,7 @@ def test_a_hub_id_is_loaded_at_the_recorded_commit(
     manifest["model"] |= {"name_or_path": "me/llama", "revision": commit, "sha256": None}
     write_manifest(tmp_path / "bundle", manifest)
     for form in ("peft", "merged"):
-        command = ["publish", trained, "--bundle", "bundle", "--out", form, "--format", form, *words]
+        command = ["publish", trained, "--bundle", "bundle", "--out", form, "--format", form, *arguments]
         prge(*command, cwd=tmp_path)
         assert "base_model: me/llama\n" in (tmp_path / form / "README.md").read_text().split("---")[1]
     assert json.loads((tmp_path / "peft/adapter_config.json").read_text())["revision"] == commit

@@ -98,7 +98,7 @@ def local_archive(folder: Path) -> Iterator[LocalArchive]:
         shutil.rmtree(home, ignore_errors=True)
 
 
-def _call(*words: object) -> str:
-    done = subprocess.run([str(word) for word in words], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{words}: {done.stderr}"
+def _call(*arguments: object) -> str:
+    done = subprocess.run([str(word) for word in arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{arguments}: {done.stderr}"
     return done.stdout

@@ -85,7 +85,7 @@ def stack_bundle(made_once: FolderBuilder) -> Path:
 
 
 @pytest.fixture
-def run_words(phone: Path, stack_bundle: Path) -> list[object]:
+def run_arguments(phone: Path, stack_bundle: Path) -> list[object]:
     """Arguments of a short `prge android run`, without its name."""
     return [
         "--folder", phone, "--bundle", stack_bundle, "--train", DEMO / "train.jsonl", "--dev",

@@ -177,7 +177,7 @@ def _here(work: Path) -> tuple[Path, Path]:
         "export", "--model", DEMO / "model", "--out", bundle, "--target-modules", "o_proj", "down_proj",
         "--sequence-length", 32, "--roles", "forward", "prefill", "decode",
     )  # fmt: skip
-    _prge("run", *_run_words(bundle), "--out", run, "--quiet")
+    _prge("run", *_run_arguments(bundle), "--out", run, "--quiet")
     return bundle, run
 
 
@@ -189,13 +189,13 @@ def _there(rig: Rig, runtime: Runtime, bundle: Path, here: Path, work: Path) -> 
     output = rig.prge("doctor").stdout
     print(output, file=sys.stderr)
     _log("run, as user 2000 under emulation")
-    rig.prge("run", *_run_words(bundle), "--out", "there", "--wait")
+    rig.prge("run", *_run_arguments(bundle), "--out", "there", "--wait")
     there = work / "there"
     rig.prge("pull", "there", "--out", there)
     loose = [path for path in (rig.phone_folder / "prge").glob("*/") if path.stat().st_mode & 0o077]
     assert not loose, f"others get into {loose}"
     _log("run, killed and resumed")
-    rig.prge("run", *_run_words(bundle), "--out", "killed")
+    rig.prge("run", *_run_arguments(bundle), "--out", "killed")
     journal = rig.phone_folder / "prge" / "runs" / "killed" / "journal.jsonl"
     _until(lambda: journal.is_file() and journal.read_bytes().count(b'"kind":"step"') >= 2, "no steps")
     rig.prge("stop", "killed", "--now")
@@ -261,9 +261,11 @@ def _benches(rig: Rig, work: Path) -> dict[str, bool]:
     """Whether every trial of `prge android bench` has its figures, for tiny models."""
     _log("bench")
     path = work / "bench.json"
-    words = ["--tiny", "--steps", 2, "--threads", 1, "--start-below-celsius", 60, "--cache", work / "bundles"]
+    arguments = [
+        "--tiny", "--steps", 2, "--threads", 1, "--start-below-celsius", 60, "--cache", work / "bundles",
+    ]  # fmt: skip
     for name in TRIALS:
-        rig.prge("bench", name, *words, "--json", path, check=None)
+        rig.prge("bench", name, *arguments, "--json", path, check=None)
     results = json.loads(path.read_text())
     assert rig.environment["ANDROID_SERIAL"] not in path.read_text(), "the file names the phone"
     print(json.dumps(results["trials"], indent=1), file=sys.stderr)
@@ -281,7 +283,7 @@ def _pauses(rig: Rig, bundle: Path) -> bool:
     zone = rig.kernel / "sys/class/thermal/thermal_zone0/temp"
     run = rig.phone_folder / "prge" / "runs" / "hot"
     zone.write_text("47000\n")
-    rig.prge("run", *_run_words(bundle), "--when", "cool:45,battery:30,0-24", "--out", "hot")
+    rig.prge("run", *_run_arguments(bundle), "--when", "cool:45,battery:30,0-24", "--out", "hot")
     log = run / "log.txt"
     _until(lambda: log.is_file() and "paused, too hot: 47.0" in log.read_text(), "no pause in the log")
     waited = b'"kind":"step"' not in (run / "journal.jsonl").read_bytes()
@@ -297,7 +299,7 @@ def _until(over: Callable[[], bool], problem: str, seconds: float = 120) -> None
         time.sleep(0.05)
 
 
-def _run_words(bundle: Path) -> list[object]:
+def _run_arguments(bundle: Path) -> list[object]:
     return [
         "--bundle", bundle, "--train", DEMO / "train.jsonl", "--task", DEMO / "task.yaml", "--steps", STEPS,
         "--threads", 1, "--learning-rate", 0.001, "--optimizer", "sgd",
@@ -382,11 +384,14 @@ def _make_kernel(folder: Path) -> None:
     (folder / "cpuinfo").write_text(f"{blocks}Hardware : test\n")
 
 
-def _prge(*words: object) -> None:
+def _prge(*arguments: object) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "prge.cli.main", *map(str, words)], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "prge.cli.main", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    assert done.returncode == 0, f"prge {words[0]}: {done.stderr}"
+    assert done.returncode == 0, f"prge {arguments[0]}: {done.stderr}"
 
 
 def _log(text: str) -> None:

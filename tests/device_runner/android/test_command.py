@@ -106,10 +106,12 @@ class NoexecAdb(LocalAdb):
         super().__init__()
         user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
         mount = 'mount -t tmpfs -o noexec none "$1" && exec sh -c "$2"'
-        self.words = ["unshare", *user, "--mount", "sh", "-c", mount, "sh", str(folder)]
+        self.prefix = ["unshare", *user, "--mount", "sh", "-c", mount, "sh", str(folder)]
 
     def shell(self, script: str, seconds: float | None = None, stdin: str = "") -> AdbOutput:
-        done = subprocess.run([*self.words, script], capture_output=True, text=True, check=False, input=stdin)
+        done = subprocess.run(
+            [*self.prefix, script], capture_output=True, text=True, check=False, input=stdin
+        )
         return AdbOutput(done.returncode, done.stdout, done.stderr)
 
 
@@ -164,16 +166,16 @@ def test_a_tuning_becomes_a_run_on_the_phone_that_can_generate(
     assert open_bundle(bundle).sha256 == open_bundle(folder / "bundle").sha256
     calls: list[Any] = []
 
-    def attach(self: Phone, words: list[str], reads: bool) -> int:
-        calls.append((words[2:4], reads, parse_yaml(Path(words[4]).read_text())))
+    def attach(self: Phone, arguments: list[str], reads: bool) -> int:
+        calls.append((arguments[2:4], reads, parse_yaml(Path(arguments[4]).read_text())))
         return 0
 
     monkeypatch.setattr(Phone, "attach", attach)
     monkeypatch.setattr(Phone, "need_this_driver", lambda self: None)
     monkeypatch.setattr(RemoteFlags, "phone", lambda self: phone)
     assert main(["chat", "mine", "--temperature", "0.5", "--folder", phone.folder]) == 0
-    ((words, reads, settings),) = calls
-    assert (words, reads) == (["chat", "--config"], True)
+    ((arguments, reads, settings),) = calls
+    assert (arguments, reads) == (["chat", "--config"], True)
     assert (settings["bundle"], settings["adapter"]) == (bundle, [f"mine={run}"])
     assert settings["temperature"] == 0.5
     assert not [*(tmp_path / "phone/tmp").iterdir()]

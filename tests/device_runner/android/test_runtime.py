@@ -60,8 +60,8 @@ def test_the_time_is_that_of_the_phones_own_clock(
     (tmp_path / "date").chmod(0o755)
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "TMPDIR": str(tmp_path)}
     code = "import time; print(time.localtime().tm_gmtoff)"
-    words = ["sh", runtime / "run.sh", "-c", code]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
+    command = ["sh", runtime / "run.sh", "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert int(done.stdout) == seconds
 
 

@@ -26,14 +26,14 @@ PORT = 8123
 class Server:
     """A server of `prge android serve`, and its client."""
 
-    def __init__(self, daemon: Daemon, phone: Path, words: list[object]) -> None:
-        self.daemon, self.phone, self.words = daemon, phone, words
+    def __init__(self, daemon: Daemon, phone: Path, arguments: list[object]) -> None:
+        self.daemon, self.phone, self.arguments = daemon, phone, arguments
         self.key = ""
         self.name = "server"
 
     def serve(self, *more: object, check: int = 0) -> str:
         """Run the command that starts the server, and return its output or error."""
-        done = self.daemon.prge("serve", *self.words, *more, "--folder", self.phone, check=check)
+        done = self.daemon.prge("serve", *self.arguments, *more, "--folder", self.phone, check=check)
         if "shown this once: " in done.stdout:
             self.key = done.stdout.split("shown this once: ")[1].split()[0]
         return done.stdout if check == 0 else done.stderr
@@ -81,8 +81,8 @@ class Server:
 
 @pytest.fixture
 def server(daemon: Daemon, phone: Path, stack_bundle: Path) -> Iterator[Server]:
-    words = ["--bundle", stack_bundle, "--port", PORT, "--threads", 1, "--memory", "400MB"]
-    served = Server(daemon, phone, words)
+    arguments = ["--bundle", stack_bundle, "--port", PORT, "--threads", 1, "--memory", "400MB"]
+    served = Server(daemon, phone, arguments)
     yield served
     daemon.adb("forward", "--remove-all")
     daemon.prge("stop", served.name, "--now", "--folder", phone, check=None)
@@ -105,7 +105,7 @@ def test_a_server_answers_clients_with_the_key(server: Server) -> None:
     assert key.stat().st_mode & 0o777 == 0o600 and key.read_text() == server.key
     # The key is in no list of processes, in no log, and in no file that apps can open.
     listed = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
-    assert not [words for words in listed if server.key.encode() in words]
+    assert not [line for line in listed if server.key.encode() in line]
     made = [path for name in ("jobs", "runs", "tmp", "data") for path in (server.phone / name).rglob("*")]
     others = [path for path in made if path.is_file() and path != key]
     assert not [path for path in others if server.key.encode() in path.read_bytes()]
@@ -253,9 +253,9 @@ def test_adapters_and_files_are_sent(stopped: FakePhone, tmp_path: Path) -> None
     (stopped.folder / "runs/first").mkdir(parents=True)
     (tmp_path / "chat.jinja").write_text("x")
     bundle = make_bundle(tmp_path / "bundle")
-    words = ["--bundle", bundle, "--adapter", f"{peft}/", f"two={peft}", "first", "base", "--port", 9000]
-    words += ["--chat-template", tmp_path / "chat.jinja", "--pause-above-celsius", 41, "--feedback"]
-    output = stopped.prge("serve", *words).stdout
+    arguments = ["--bundle", bundle, "--adapter", f"{peft}/", f"two={peft}", "first", "base", "--port", 9000]
+    arguments += ["--chat-template", tmp_path / "chat.jinja", "--pause-above-celsius", 41, "--feedback"]
+    output = stopped.prge("serve", *arguments).stdout
     assert "server: running" in output
     given = settings_of(stopped)
     sent, second, first, base = given["adapter"]
@@ -297,7 +297,7 @@ def test_rows_of_a_tuning_are_sent_only_to_a_server_that_learns(
 
 
 @pytest.mark.parametrize(
-    ("words", "output"),
+    ("arguments", "output"),
     [
         (("--when", "charging"), "--when needs --learn"),
         (("--learn", "--when", "full"), "--when has 'full', must be charging"),
@@ -311,9 +311,9 @@ def test_rows_of_a_tuning_are_sent_only_to_a_server_that_learns(
         (("--adapter", "nobody"), "no run of that name on fake"),
     ],
 )
-def test_what_is_refused(fake: FakePhone, tmp_path: Path, words: tuple[str, ...], output: str) -> None:
+def test_what_is_refused(fake: FakePhone, tmp_path: Path, arguments: tuple[str, ...], output: str) -> None:
     bundle = make_bundle(tmp_path / "bundle")
-    assert output in fake.prge("serve", "--bundle", bundle, *words, code=2).stderr
+    assert output in fake.prge("serve", "--bundle", bundle, *arguments, code=2).stderr
     assert not (fake.folder / "jobs").exists() or not list((fake.folder / "jobs").glob("*/key"))
 
 

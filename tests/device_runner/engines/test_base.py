@@ -40,7 +40,7 @@ class Zeros(CheckedEngine):
 DECODER = make_spec()
 ENCODER = make_spec(readout="pooled", width=8)
 SIZE = adapter_size(DECODER.modules)
-WORDS, LENGTH = DECODER.vocabulary_size, DECODER.sequence_length
+VOCABULARY_SIZE, LENGTH = DECODER.vocabulary_size, DECODER.sequence_length
 FIRST = TokenSequence((5,), (Target(0, 6, 1.0, 0),))
 
 
@@ -79,23 +79,23 @@ def compute(engine: Zeros, method: str, call: Call) -> object:
         *(
             (
                 model,
-                sequence(token=WORDS - 1),
+                sequence(token=VOCABULARY_SIZE - 1),
                 sequence(token=token),
                 "token-out-of-bounds",
-                str(WORDS - 1),
+                str(VOCABULARY_SIZE - 1),
             )
             for model in (DECODER, ENCODER)
-            for token in (WORDS, -1)
+            for token in (VOCABULARY_SIZE, -1)
         ),
         *(
             (
                 DECODER,
-                sequence(target=WORDS - 1),
+                sequence(target=VOCABULARY_SIZE - 1),
                 sequence(target=target),
                 "target-out-of-bounds",
                 f"{target} at 0",
             )
-            for target in (WORDS, -1)
+            for target in (VOCABULARY_SIZE, -1)
         ),
         *(
             (

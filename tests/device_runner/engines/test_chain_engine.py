@@ -209,10 +209,10 @@ def resident(programs: OpenEngine) -> set[int]:
     numbers = {str(file.packed): number for number, file in programs.blocks.files.items()}
     result, path = set[int](), ""
     for line in Path("/proc/self/smaps").read_text().splitlines():
-        words = line.split()
-        if not words[0].endswith(":"):
-            path = words[-1]
-        elif words[0] == "Rss:" and path in numbers and int(words[1]):
+        columns = line.split()
+        if not columns[0].endswith(":"):
+            path = columns[-1]
+        elif columns[0] == "Rss:" and path in numbers and int(columns[1]):
             result.add(numbers[path])
     return result
 

@@ -327,9 +327,9 @@ def says(**changes: Any) -> Callable[[RoundResult], bytes]:
     return lambda said: replace(said, **changes).to_bytes()
 
 
-def refused(words: str) -> Check:
-    """Check that the malicious device is refused with these words."""
-    return lambda report: words in report.refused[NODE]
+def refused(text: str) -> Check:
+    """Check that the malicious device is refused with this text."""
+    return lambda report: text in report.refused[NODE]
 
 
 def is_usual(report: RoundReport) -> bool:

@@ -179,11 +179,11 @@ def server(made: Round, folder: Path, platform: str) -> Iterator[tuple[subproces
     """A server, and the id of its stopped child."""
     path = folder / "round"
     path.write_bytes(pickle.dumps(made))
-    words = [sys.executable, "-c", SERVER, path, made.feedback.parent, CHILD.format(platform=platform)]
+    command = [sys.executable, "-c", SERVER, path, made.feedback.parent, CHILD.format(platform=platform)]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     # A test's parent that adopts orphans must be of another session, as the system's init is.
     options: Any = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True}
-    with subprocess.Popen([*map(str, words)], env=environment, **options) as process:
+    with subprocess.Popen([*map(str, command)], env=environment, **options) as process:
         try:
             assert process.stdout is not None and process.stdout.readline() == "stopped\n"
             [child] = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()

@@ -66,9 +66,11 @@ def served(
     seconds: float = 0.0, queue: int = 64, key: str = "", feedback: Path | str = "", system: Path | str = ""
 ) -> Iterator[Child]:
     script = REPOSITORY / "tests/device_runner/serving/child.py"
-    words = [sys.executable, script, seconds, queue, key, feedback, system]
+    command = [sys.executable, script, seconds, queue, key, feedback, system]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen([*map(str, words)], stdout=subprocess.PIPE, text=True, env=environment) as process:
+    with subprocess.Popen(
+        [*map(str, command)], stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
         try:
             assert process.stdout is not None
             yield Child(process, process.stdout.readline().strip())
@@ -270,17 +272,17 @@ def _refused(connection: socket.socket) -> bool:
 
 
 def test_fifty_clients_at_once_get_what_each_would_alone(child: Child) -> None:
-    words = ["the film", "a dog", "on mat", "good town", "river"]
-    texts = {word: expected("tuned", 16, word) for word in words}
+    prompts = ["the film", "a dog", "on mat", "good town", "river"]
+    texts = {prompt: expected("tuned", 16, prompt) for prompt in prompts}
 
     def ask(number: int) -> bool:
-        word = words[number % len(words)]
+        prompt = prompts[number % len(prompts)]
         client = child.client()
-        given = {"model": "tuned", "prompt": word, "max_tokens": 16, "temperature": 0}
+        given = {"model": "tuned", "prompt": prompt, "max_tokens": 16, "temperature": 0}
         if number % 2:
-            return bool(client.completions.create(**given).choices[0].text == texts[word])
+            return bool(client.completions.create(**given).choices[0].text == texts[prompt])
         events = client.completions.create(**given, stream=True)
-        return "".join(event.choices[0].text for event in events) == texts[word]
+        return "".join(event.choices[0].text for event in events) == texts[prompt]
 
     with ThreadPoolExecutor(50) as pool:
         assert all(pool.map(ask, range(50)))
@@ -712,8 +714,8 @@ def test_executorchs_own_conformance_test(child: Child) -> None:
 
     contract = Path(executorch.__path__[0]) / "examples/llm_server/conformance/test_openai_contract.py"
     # This example needs tools, which need constrained generation.
-    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", contract, "--deselect",
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", contract, "--deselect",
              f"{contract}::test_tool_call_response_shape", "-k", "not tool_call"]  # fmt: skip
     environment = {**os.environ, "OPENAI_BASE_URL": child.url, "OPENAI_MODEL": "base"}
-    done = subprocess.run([*map(str, words)], capture_output=True, text=True, env=environment, cwd="/")
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, env=environment, cwd="/")
     assert done.returncode == 0 and "6 passed" in done.stdout, done.stdout

@@ -93,8 +93,8 @@ def test_flags_and_words_are_the_same_conditions() -> None:
     flags = RunSettings(
         Path("b"), Path("t"), Path("o"), only_charging=True, pause_above_celsius=41, pause_below_battery=30
     )
-    given, words = flags.constraints(), parse_when("charging,cool:41,battery:30")
-    assert [{**vars(each), "flag": ""} for each in given] == [{**vars(each), "flag": ""} for each in words]
+    given, parsed = flags.constraints(), parse_when("charging,cool:41,battery:30")
+    assert [{**vars(each), "flag": ""} for each in given] == [{**vars(each), "flag": ""} for each in parsed]
     policy = Policy(only_charging=True, pause_above_celsius=41, pause_below_battery=30)
     assert policy.constraints() == given
 

@@ -104,23 +104,25 @@ def test_settings_without_a_meaning(changes: dict[str, Any], value: str) -> None
 
 
 def test_a_default_that_is_set_is_accepted() -> None:
-    words = ["--bundle", "b", "--train", "t", "--out", "o", "--epsilon", "0.01"]
-    given = parse_settings(RunSettings, words, "prge run")
+    arguments = ["--bundle", "b", "--train", "t", "--out", "o", "--epsilon", "0.01"]
+    given = parse_settings(RunSettings, arguments, "prge run")
     assert resolve_settings(given, with_roles({FORWARD, JVP})).estimator == "tangent"
 
 
 def test_steps_to_evaluate_at_lie_within_the_run() -> None:
-    words = ["--bundle", "b", "--train", "t", "--out", "o", "--steps", "8", "--evaluate-at"]
-    assert parse_settings(RunSettings, [*words, "0", "3", "8"], "prge run").evaluate_at == [0, 3, 8]
+    arguments = ["--bundle", "b", "--train", "t", "--out", "o", "--steps", "8", "--evaluate-at"]
+    assert parse_settings(RunSettings, [*arguments, "0", "3", "8"], "prge run").evaluate_at == [0, 3, 8]
     with raises(ConfigError, "settings-unusable", containing="--evaluate-at"):
-        parse_settings(RunSettings, [*words, "3", "9"], "prge run")
+        parse_settings(RunSettings, [*arguments, "3", "9"], "prge run")
 
 
 def test_epochs_replace_steps() -> None:
-    words = ["--bundle", "b", "--train", "t", "--out", "o", "--epochs", "2"]
+    arguments = ["--bundle", "b", "--train", "t", "--out", "o", "--epochs", "2"]
     with raises(ConfigError, "settings-unusable", containing="--epochs"):
-        parse_settings(RunSettings, [*words, "--steps", "8"], "prge run")
-    settings = parse_settings(RunSettings, [*words, "--evaluate-at", "3", "--batch-size", "12"], "prge run")
+        parse_settings(RunSettings, [*arguments, "--steps", "8"], "prge run")
+    settings = parse_settings(
+        RunSettings, [*arguments, "--evaluate-at", "3", "--batch-size", "12"], "prge run"
+    )
     examples = [classification(number, [1], 2, 0) for number in range(25)]
 
     def planned(settings: RunSettings) -> RunSettings:

@@ -68,7 +68,7 @@ REQUIRED = ("--bundle", "b", "--train", "t", "--out", "o")
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         ("--batch-size 1000000000", "--batch-size is 1000000000, must be at most 1048576"),
         (
@@ -86,9 +86,9 @@ REQUIRED = ("--bundle", "b", "--train", "t", "--out", "o")
         ("--steps " + "9" * 5000, "--steps must be a whole number, not '999"),
     ],
 )
-def test_numbers_out_of_bounds(words: str, message: str) -> None:
+def test_numbers_out_of_bounds(arguments: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        parse_settings(RunSettings, [*REQUIRED, *words.split()], "prge run")
+        parse_settings(RunSettings, [*REQUIRED, *arguments.split()], "prge run")
     (problem,) = caught.value.problems
     assert message in problem
     assert len(problem) < 300

@@ -54,8 +54,8 @@ class _Flags:
 BOTH = combine_settings("Do it there.", _Flags, _Verb, without=["port"])
 
 
-def parsed(*words: str) -> Any:
-    return parse_settings(BOTH, words, "prge there")
+def parsed(*arguments: str) -> Any:
+    return parse_settings(BOTH, arguments, "prge there")
 
 
 def test_fields_of_both_parts_share_a_command_line() -> None:

@@ -26,9 +26,9 @@ SETTINGS = (
 )
 
 
-def problems(settings_type: type[Settings], *words: str, positional: tuple[str, ...] = ()) -> list[str]:
+def problems(settings_type: type[Settings], *arguments: str, positional: tuple[str, ...] = ()) -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        parse_settings(settings_type, words, "prge", positional)
+        parse_settings(settings_type, arguments, "prge", positional)
     return caught.value.problems
 
 
@@ -80,8 +80,8 @@ def test_hints_depend_on_the_verb(settings_type: type[RunSettings], word: str, m
 
 
 def test_all_problems_are_reported_once_with_missing_settings() -> None:
-    words = "--lr 1e-4 --dataset rows.jsonl --num_train_epochs 3 --modle m --foo --seed many"
-    assert problems(TuneSettings, *words.split(), positional=("data",)) == [
+    arguments = "--lr 1e-4 --dataset rows.jsonl --num_train_epochs 3 --modle m --foo --seed many"
+    assert problems(TuneSettings, *arguments.split(), positional=("data",)) == [
         "--lr is no flag of this verb; here it is --learning-rate",
         "--dataset is no flag of this verb; here it is --data",
         "--num_train_epochs is no flag of this verb; here it is --epochs",
@@ -114,7 +114,7 @@ def test_keys_of_a_file_get_hints(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         (
             ["--data", "https://example.com/a.jsonl"],
@@ -130,8 +130,8 @@ def test_keys_of_a_file_get_hints(tmp_path: Path) -> None:
         (["--dev", "s3://bucket/a.jsonl"], "--dev is a URL, 's3://bucket/a.jsonl'"),
     ],
 )
-def test_a_url_is_refused_as_it_was_typed(words: list[str], message: str) -> None:
-    given = {"--data": "d", "--model": "m", "--out": "o", words[0]: words[1]}
+def test_a_url_is_refused_as_it_was_typed(arguments: list[str], message: str) -> None:
+    given = {"--data": "d", "--model": "m", "--out": "o", arguments[0]: arguments[1]}
     (problem,) = problems(TuneSettings, *(word for pair in given.items() for word in pair))
     assert message in problem
 

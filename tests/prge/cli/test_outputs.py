@@ -44,9 +44,9 @@ def test_writable_outputs_pass(tmp_path: Path) -> None:
 def test_a_file_that_can_not_be_written_is_refused_before_a_verb_begins(tmp_path: Path, json: str) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
-    words = ["--out", str(tmp_path / "out"), "--json", str(tmp_path / json)]
+    arguments = ["--out", str(tmp_path / "out"), "--json", str(tmp_path / json)]
     with raises(RunError, "write-failed", "write-refused", containing=json):
-        parse_settings(_Settings, words, "prge test")
+        parse_settings(_Settings, arguments, "prge test")
     with raises(RunError, "write-failed", "write-refused", containing=json):
         settings_from_mapping(_Settings, {"out": tmp_path / "out", "json": tmp_path / json}, "test()")
 

@@ -61,13 +61,13 @@ class Sample:
             raise ConfigError("no luck:", ["--queries is 13"], code="no-luck")
 
 
-def parse(*words: str, positional: tuple[str, ...] = ()) -> Sample:
-    return parse_settings(Sample, words, "prge sample", positional)
+def parse(*arguments: str, positional: tuple[str, ...] = ()) -> Sample:
+    return parse_settings(Sample, arguments, "prge sample", positional)
 
 
-def problems(*words: str, positional: tuple[str, ...] = ()) -> list[str]:
+def problems(*arguments: str, positional: tuple[str, ...] = ()) -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        parse(*words, positional=positional)
+        parse(*arguments, positional=positional)
     return caught.value.problems
 
 
@@ -91,7 +91,7 @@ def test_flags_of_every_type() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "key", "value"),
+    ("arguments", "key", "value"),
     [
         (["--learning_rate", "0.5"], "learning_rate", 0.5),
         (["--shift", "-0.5"], "shift", -0.5),
@@ -114,11 +114,11 @@ def test_flags_of_every_type() -> None:
         (["--targets", "null"], "targets", ["null"]),
     ],
 )
-def test_spellings(words: list[str], key: str, value: Any) -> None:
+def test_spellings(arguments: list[str], key: str, value: Any) -> None:
     if value is None and key == "name":
-        assert problems("--bundle", "b", *words)[0] == "--name needs a value: a text"
+        assert problems("--bundle", "b", *arguments)[0] == "--name needs a value: a text"
     else:
-        assert getattr(parse("--bundle", "b", *words), key) == value
+        assert getattr(parse("--bundle", "b", *arguments), key) == value
 
 
 def test_a_list_may_come_after_several_flags() -> None:
@@ -137,7 +137,7 @@ ALONE = "stands alone: which flag does it belong to?"
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         # A word after a flag with one value is not taken as the bundle if the bundle is given.
         (["--bundle", "b", "--out", "o", "c"], [f"'c' {ALONE} Quote values with spaces: --out 'o c'"]),
@@ -152,8 +152,8 @@ ALONE = "stands alone: which flag does it belong to?"
         (["b", "--label-words", "--overwrite"], ["--label-words needs a value: a list of texts"]),
     ],
 )  # fmt: skip
-def test_no_word_of_a_command_line_is_lost(words: list[str], message: list[str]) -> None:
-    result = problems(*words, positional=("bundle",))
+def test_no_word_of_a_command_line_is_lost(arguments: list[str], message: list[str]) -> None:
+    result = problems(*arguments, positional=("bundle",))
     assert [problem for problem in result if "must be" not in problem] == message
 
 
@@ -171,8 +171,8 @@ def test_a_repeated_flag_is_reported(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_a_list_that_took_the_value_of_another_setting(tmp_path: Path) -> None:
-    words = ["--rows", "a.jsonl", str(tmp_path)]
-    (problem,) = problems(*words, positional=("bundle",))
+    arguments = ["--rows", "a.jsonl", str(tmp_path)]
+    (problem,) = problems(*arguments, positional=("bundle",))
     assert problem == f"--bundle is missing: a path; --rows took {str(tmp_path)!r}, too"
     for word in ("b", "b" * 5000, "b\0"):
         message = problems("--label-words", "a", word, positional=("bundle",))
@@ -300,19 +300,19 @@ def test_paths_in_settings_of_a_foreign_folder(tmp_path: Path, monkeypatch: pyte
     folder = tmp_path / "run"
     folder.mkdir()
     config = folder / "config.yaml"
-    words = ["--resume", str(folder)]
+    arguments = ["--resume", str(folder)]
     inside = (
         f"rows: [{folder}/a, run/b]\nbundle: {folder}\njson: {folder}/out.json\ntask: sst2\nwords: [/a]\n"
     )
     config.write_text(inside)
-    result = parse_settings(Everywhere, words, "prge")
+    result = parse_settings(Everywhere, arguments, "prge")
     assert result.rows == (folder / "a", Path("run/b")) and result.json == folder / "out.json"
     outside = (
         f"rows: [{folder}/a, ../x]\nbundle: ~/b\njson: new.json\ntask: secret\nout: /etc\nresume: /etc\n"
     )
     config.write_text(outside)
     with pytest.raises(ConfigError) as caught:
-        parse_settings(Everywhere, words, "prge")
+        parse_settings(Everywhere, arguments, "prge")
     assert caught.value.problems == [
         f"rows: '{folder}/a', '../x'",
         "bundle: '~/b'",
@@ -321,10 +321,10 @@ def test_paths_in_settings_of_a_foreign_folder(tmp_path: Path, monkeypatch: pyte
     ]
     again = ["--rows", f"{folder}/a", "../x", "--bundle", "~/b", "--json", "new.json", "--task", "secret"]
     assert caught.value.remedy.endswith(f"give them again: {shlex.join(again)}")
-    given = parse_settings(Everywhere, [*words, *again], "prge")
+    given = parse_settings(Everywhere, [*arguments, *again], "prge")
     assert given.out == folder and given.resume == folder
     with pytest.raises(ConfigError) as caught:
-        parse_settings(Everywhere, [*words, *again[:3], *again[5:]], "prge")
+        parse_settings(Everywhere, [*arguments, *again[:3], *again[5:]], "prge")
     assert caught.value.problems == ["bundle: '~/b'"]
     with pytest.raises(ConfigError):
         settings_from_mapping(Everywhere, {"resume": folder}, "tune()")
@@ -332,13 +332,13 @@ def test_paths_in_settings_of_a_foreign_folder(tmp_path: Path, monkeypatch: pyte
         read_stored(Everywhere, config, "prge", {"out", "rows", "bundle", "json", "resume"}, "do so")
     assert caught.value.problems == ["task: 'secret'"] and caught.value.remedy == "do so"
     write_settings(config, outside)
-    assert parse_settings(Everywhere, words, "prge") == given
+    assert parse_settings(Everywhere, arguments, "prge") == given
     config.write_text("rows: &a /etc/passwd\nbundle: *a\n")
     with raises(ConfigError, "settings-unusable", containing="*a"):
-        parse_settings(Everywhere, words, "prge")
+        parse_settings(Everywhere, arguments, "prge")
     config.write_text("rows: {a: /etc/passwd}\nbundle: 3\njson: [[/etc/passwd]]\n")
     with raises(ConfigError, "settings-unusable", containing="bundle"):
-        parse_settings(Everywhere, words, "prge")
+        parse_settings(Everywhere, arguments, "prge")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -394,8 +394,8 @@ def test_a_folder_that_was_used_has_settings(tmp_path: Path) -> None:
 def test_a_preset_comes_before_all_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Stored, "PRESETS", tmp_path)
     (tmp_path / "large.yaml").write_text("steps: 99\nthreads: 2\n", encoding="utf-8")
-    words = ["--out", "o", "--steps", "4", "--preset", "large"]
-    assert parse_settings(Stored, words, "prge") == Stored(Path("o"), preset="large", steps=4, threads=2)
+    arguments = ["--out", "o", "--steps", "4", "--preset", "large"]
+    assert parse_settings(Stored, arguments, "prge") == Stored(Path("o"), preset="large", steps=4, threads=2)
     with raises(ConfigError, "settings-unusable", containing="large"):
         parse_settings(Stored, ["--preset", "larg"], "prge")
     with pytest.raises(ConfigError) as caught:
@@ -443,14 +443,14 @@ def test_help_of_fields_includes_those_of_a_base() -> None:
 
 
 def test_print_config_is_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--bundle", "b", "--label-words", " a", "b", "--queries", "3"]
+    arguments = ["--bundle", "b", "--label-words", " a", "b", "--queries", "3"]
     with pytest.raises(SystemExit) as caught:
-        parse(*words, "--print-config")
+        parse(*arguments, "--print-config")
     assert caught.value.code == 0
     path = tmp_path / "config.yaml"
     path.write_text(capsys.readouterr().out, encoding="utf-8")
     assert "# Where to write." in path.read_text(encoding="utf-8")
-    assert read_settings(Sample, path, "prge sample") == parse(*words)
+    assert read_settings(Sample, path, "prge sample") == parse(*arguments)
 
 
 @hypothesis_settings(max_examples=40)

@@ -10,8 +10,8 @@ from tests.refusals import raises
 
 SEEN: list[list[str]] = []
 ACTIONS = {
-    "push": Action("bring things", lambda words: len(SEEN.append(words) or words)),
-    "pull": Action("get things", lambda words: 0),
+    "push": Action("bring things", lambda arguments: len(SEEN.append(arguments) or arguments)),
+    "pull": Action("get things", lambda arguments: 0),
 }
 
 
@@ -20,9 +20,9 @@ def test_the_first_word_names_an_action_and_the_others_are_its() -> None:
     assert SEEN == [["a", "b"]]
 
 
-@pytest.mark.parametrize("words", [[], ["--help"], ["-h"], ["help"]])
-def test_all_are_listed(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_action(words, ACTIONS, "prge phone", "About phones.") == 0
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"], ["help"]])
+def test_all_are_listed(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_action(arguments, ACTIONS, "prge phone", "About phones.") == 0
     message = capsys.readouterr().out
     assert "usage: prge phone <verb> [flags]" in message and "About phones." in message
     assert "  push  bring things" in message

@@ -28,7 +28,7 @@ def test_an_interrupted_step_interrupts_the_caller(
 ) -> None:
     """As a run's page does it."""
     end = f"import os; os.kill(os.getpid(), {-code})" if code < 0 else f"raise SystemExit({code})"
-    monkeypatch.setattr(starting, "verb_command", lambda *words: [sys.executable, "-c", end])
+    monkeypatch.setattr(starting, "verb_command", lambda *arguments: [sys.executable, "-c", end])
     with pytest.raises(expected):
         run_verb("run")
 

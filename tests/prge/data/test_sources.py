@@ -186,7 +186,7 @@ def test_a_missing_column_is_refused(write: Write) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "named"),
+    ("columns", "named"),
     [
         (["prompt"], "'prompt'"),
         (["=a"], "'=a'"),
@@ -194,9 +194,9 @@ def test_a_missing_column_is_refused(write: Write) -> None:
         (["a=c", "b=c"], "'c'"),
     ],
 )
-def test_words_that_name_no_columns(words: list[str], named: str) -> None:
+def test_columns_without_both_names_are_refused(columns: list[str], named: str) -> None:
     with raises(ConfigError, "columns-unusable", containing=named):
-        parse_columns(words)
+        parse_columns(columns)
     assert parse_columns(["a=b=c"]) == {"a": "b=c"}
 
 

@@ -337,8 +337,8 @@ def test_while_locks_are_removed_at_most_one_process_holds_a_folder(tmp_path: Pa
         "    except RunError as error:\n"
         "        assert str(error) == 'refused' or 'is in use' in str(error), error\n"
     )
-    words = [sys.executable, "-c", script, str(tmp_path / "a/run"), str(tmp_path / "mark")]
-    processes = [subprocess.Popen(words, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    command = [sys.executable, "-c", script, str(tmp_path / "a/run"), str(tmp_path / "mark")]
+    processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(3)]
     for process in processes:
         _, message = process.communicate(timeout=120)
         assert process.returncode == 0, message

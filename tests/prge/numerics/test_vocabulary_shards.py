@@ -14,7 +14,7 @@ ALL = slice(None)
 
 
 @pytest.mark.parametrize(
-    ("words", "width", "shards"),
+    ("vocabulary_size", "width", "shards"),
     [
         (2, 4096, 1),
         (49_152, 576, 2),
@@ -27,8 +27,10 @@ ALL = slice(None)
         (104_729, 4096, 1),  # a prime: there is no cut
     ],
 )
-def test_a_vocabulary_is_divided_evenly_into_few_shards(words: int, width: int, shards: int) -> None:
-    assert count_shards(words, width) == shards
+def test_a_vocabulary_is_divided_evenly_into_few_shards(
+    vocabulary_size: int, width: int, shards: int
+) -> None:
+    assert count_shards(vocabulary_size, width) == shards
 
 
 def oracle(logits: FloatArray, targets: FloatArray) -> FloatArray:
@@ -40,15 +42,15 @@ def oracle(logits: FloatArray, targets: FloatArray) -> FloatArray:
 class Shards:
     """An output head in float32, as an engine's, that counts its calls."""
 
-    def __init__(self, logits: FloatArray, words: int, tangents: FloatArray | None = None) -> None:
-        self.logits, self.words, self.tangents, self.calls = logits, words, tangents, 0
+    def __init__(self, logits: FloatArray, shard_size: int, tangents: FloatArray | None = None) -> None:
+        self.logits, self.shard_size, self.tangents, self.calls = logits, shard_size, tangents, 0
 
     def read(self, targets: FloatArray) -> TargetLogProbs:
         queries = 0 if self.tangents is None else len(self.tangents)
-        reading = TargetLogProbs(targets, self.words, queries)
-        for shard in range(self.logits.shape[1] // self.words):
+        reading = TargetLogProbs(targets, self.shard_size, queries)
+        for shard in range(self.logits.shape[1] // self.shard_size):
             index = reading.local_targets(shard, ALL)[0]
-            mine = slice(shard * self.words, (shard + 1) * self.words)
+            mine = slice(shard * self.shard_size, (shard + 1) * self.shard_size)
 
             def parts(shift: FloatArray) -> tuple[FloatArray, FloatArray | None]:
                 self.calls += 1

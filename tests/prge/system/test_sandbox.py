@@ -82,9 +82,9 @@ def test_it_reaches_no_port(means: str) -> None:
 
 def test_it_starts_no_program(means: str, tmp_path: Path) -> None:
     trace = tmp_path / "trace"
-    words = ["/bin/sh", "-c", f"echo >{trace}"]
+    command = ["/bin/sh", "-c", f"echo >{trace}"]
     with contextlib.suppress(LimitError):
-        assert outcome(lambda: os.execv(words[0], words)) != "done"
+        assert outcome(lambda: os.execv(command[0], command)) != "done"
     assert not trace.exists()
 
 

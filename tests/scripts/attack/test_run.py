@@ -21,9 +21,9 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("attack")
 
 
-def attack(*words: object) -> subprocess.CompletedProcess[str]:
+def attack(*arguments: object) -> subprocess.CompletedProcess[str]:
     """Run the attack as a user does."""
-    command = [sys.executable, "scripts/attack/run.py", *map(str, words)]
+    command = [sys.executable, "scripts/attack/run.py", *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
@@ -42,8 +42,8 @@ def attack(*words: object) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_nothing_fails(work: Path, part: str, cases: int) -> None:
-    words = ["--work", work, "--kinds", "decoder", "--only", part, "--cases", cases, "--processes", 1]
-    done = attack(*words, "--json", work / "attack.json", "--minutes", 4)
+    arguments = ["--work", work, "--kinds", "decoder", "--only", part, "--cases", cases, "--processes", 1]
+    done = attack(*arguments, "--json", work / "attack.json", "--minutes", 4)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((work / "attack.json").read_text())
     assert report["failures"] == []
@@ -90,8 +90,8 @@ def test_a_run_with_another_result_is_detected(tmp_path: Path) -> None:
 @pytest.mark.whole
 def test_a_busy_machine_tries_every_part_once(work: Path, tmp_path: Path) -> None:
     """Every part is tried, however little time there is; a part that can't be tried is a failure."""
-    words = ["--work", work, "--kinds", "decoder", "--only", "files", "inputs", "--minutes", 0]
-    done = attack(*words, "--json", tmp_path / "attack.json")
+    arguments = ["--work", work, "--kinds", "decoder", "--only", "files", "inputs", "--minutes", 0]
+    done = attack(*arguments, "--json", tmp_path / "attack.json")
     report = json.loads((tmp_path / "attack.json").read_text())
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(report["parts"]) == ["files", "inputs"] and report["files"] == report["inputs"] == 1

@@ -82,8 +82,11 @@ def test_all_that_run_here_begin_at_the_same_loss(folder: Path, monkeypatch: pyt
 
 def test_all_train_both_matrices(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[object, ...]] = []
-    monkeypatch.setattr(peers, "export", lambda *words: calls.append(words))
+    monkeypatch.setattr(peers, "export", lambda *exported: calls.append(exported))
     command_of("prge-int4", folder, TRIALS["qwen3-1.7b"], arguments())
-    words = [str(word) for word in calls[0]]
-    assert words[words.index("--adapter") + 1] == "lora" and words[words.index("--quantize") + 1] == "8da4w"
-    assert words[words.index("--target-modules") + 1] == "all-linear"
+    exported = [str(word) for word in calls[0]]
+    assert (
+        exported[exported.index("--adapter") + 1] == "lora"
+        and exported[exported.index("--quantize") + 1] == "8da4w"
+    )
+    assert exported[exported.index("--target-modules") + 1] == "all-linear"

@@ -33,7 +33,7 @@ def hub() -> Iterator[Hub]:
 def publish(trained: Path, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Publish:
     """Runs the verb with a token, and sees that it is shown and written nowhere."""
 
-    def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
         variables = {
             "HF_ENDPOINT": hub.address,
             "HF_TOKEN": TOKEN,
@@ -43,7 +43,7 @@ def publish(trained: Path, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyP
         }
         with monkeypatch.context() as patch:
             give_environment(patch, **{**variables, **environment})
-            done = prge("publish", trained, "--out", "out", *words, check=False, cwd=tmp_path)
+            done = prge("publish", trained, "--out", "out", *arguments, check=False, cwd=tmp_path)
         assert TOKEN not in done.stdout + done.stderr
         written = [path for path in tmp_path.rglob("*") if path.is_file()]
         assert not any(TOKEN in path.read_text(errors="replace") for path in written)
@@ -53,11 +53,11 @@ def publish(trained: Path, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyP
     return run
 
 
-@pytest.mark.parametrize(("words", "private"), [([], True), (["--public"], False)])
+@pytest.mark.parametrize(("arguments", "private"), [([], True), (["--public"], False)])
 def test_a_whole_folder_is_pushed_into_a_repository_that_is_private_by_default(
-    publish: Publish, hub: Hub, tmp_path: Path, words: list[str], private: bool
+    publish: Publish, hub: Hub, tmp_path: Path, arguments: list[str], private: bool
 ) -> None:
-    done = publish("--push", "me/tuned", *words)
+    done = publish("--push", "me/tuned", *arguments)
     assert (done.returncode, done.stdout) == (0, f"{hub.address}/me/tuned\n"), done.stderr
     assert hub.private == {"me/tuned": private}
     written = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
@@ -66,7 +66,7 @@ def test_a_whole_folder_is_pushed_into_a_repository_that_is_private_by_default(
 
 
 @pytest.mark.parametrize(
-    ("words", "environment", "expected"),
+    ("arguments", "environment", "expected"),
     [
         (["me/tuned"], {"HF_TOKEN": ""}, "--push needs a token of the hub, and there is none.\n  Create one"),
         (["me/tuned"], {"HF_TOKEN": "wrong"}, "the hub answers 401: "),
@@ -91,10 +91,15 @@ def test_a_whole_folder_is_pushed_into_a_repository_that_is_private_by_default(
     ],
 )
 def test_what_can_t_be_pushed_is_refused_before_anything_is_made(
-    publish: Publish, hub: Hub, tmp_path: Path, words: list[str], environment: dict[str, str], expected: str
+    publish: Publish,
+    hub: Hub,
+    tmp_path: Path,
+    arguments: list[str],
+    environment: dict[str, str],
+    expected: str,
 ) -> None:
     hub.private = {"me/there": True, "me/shown": False}
-    done = publish("--push", *words, **environment)
+    done = publish("--push", *arguments, **environment)
     assert done.returncode == 2
     assert expected in done.stderr
     assert not (tmp_path / "out").exists()

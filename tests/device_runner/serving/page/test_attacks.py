@@ -124,10 +124,10 @@ def test_a_foreign_page_stops_no_run_and_reads_nothing(
     tmp_path: Path, visit: Callable[..., Any], host: str
 ) -> None:
     """The server accepts pages from 127.0.0.1 at another port as local, but not from `evil.localhost`."""
-    words = ("CORS", "blocked", "Content Security", "frame", "400", "403", "415", "429")
+    errors = ("CORS", "blocked", "Content Security", "frame", "400", "403", "415", "429")
     with going_on(tmp_path / "run") as process, served(runs=tmp_path) as server:
         with elsewhere(EVIL.format(url=server.url)) as port:
-            page = visit(f"http://{host}:{port}/", expected=words)
+            page = visit(f"http://{host}:{port}/", expected=errors)
             page.wait_for_function("() => document.title.startsWith('tried')")
             cors, plain_json, plain, read, unread = page.title().split()[1:]
             assert (cors, read) == ("refused", "refused")
@@ -144,11 +144,11 @@ def test_a_foreign_page_stops_no_run_and_reads_nothing(
 def test_a_link_to_the_page_asks_nothing(tmp_path: Path, visit: Callable[..., Any]) -> None:
     """A link must not send a message in the name of the person who follows it."""
     with served(feedback=tmp_path / "feedback.jsonl") as server:
-        for words in ("?q=Hello", "?prompt=Hello&model=base&submit=1", "?message=Hello#q=Hello", "#Hello"):
+        for link in ("?q=Hello", "?prompt=Hello&model=base&submit=1", "?message=Hello#q=Hello", "#Hello"):
             page = visit(server.url)
             sent: list[str] = []
             page.on("request", lambda request, sent=sent: sent.append(request.method))
-            page.goto(f"{server.url}/{words}")
+            page.goto(f"{server.url}/{link}")
             page.reload()
             page.get_by_role("textbox").first.wait_for()
             page.wait_for_timeout(300)

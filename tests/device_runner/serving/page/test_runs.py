@@ -223,9 +223,9 @@ def holding(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A process that holds tmp_path/run."""
     write_run(tmp_path / "run", status="running")
     pipe = subprocess.PIPE
-    words = [sys.executable, "-c", HOLDING, str(tmp_path / "run")]
+    command = [sys.executable, "-c", HOLDING, str(tmp_path / "run")]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[4])}
-    with subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True, env=environment) as process:
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment) as process:
         assert process.stdout is not None and process.stdout.readline() == "held\n"
         yield process
         process.kill()

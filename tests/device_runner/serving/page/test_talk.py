@@ -32,8 +32,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def rows(server: Served) -> list[dict[str, Any]]:
-    words = json.loads(server.process.args[2])  # type: ignore[index]
-    return [json.loads(line) for line in Path(words["feedback"]).read_text().splitlines()]
+    settings = json.loads(server.process.args[2])  # type: ignore[index]
+    return [json.loads(line) for line in Path(settings["feedback"]).read_text().splitlines()]
 
 
 def test_an_answer_streams_and_can_be_stopped(server: Served, visit: Visit) -> None:

@@ -162,14 +162,14 @@ def test_every_method_has_a_name_and_a_module() -> None:
 
 def test_the_command_line(make_settings: MakeSettings, capsys: pytest.CaptureFixture[str]) -> None:
     settings = make_settings(steps=2)
-    words = ["baseline", "--quiet"]
+    arguments = ["baseline", "--quiet"]
     for name in ("method", "bundle", "model", "train", "task", "out", "steps"):
-        words += [f"--{name}", str(getattr(settings, name))]
-    assert main([*words, "--queries", "4", "--method", "mezzo"]) == 2
+        arguments += [f"--{name}", str(getattr(settings, name))]
+    assert main([*arguments, "--queries", "4", "--method", "mezzo"]) == 2
     output = capsys.readouterr().err
     assert "--queries is no flag of this verb" in output
     assert "--method must be one of backprop-lora-fa, " in output
-    assert main(words) == 0
+    assert main(arguments) == 0
     assert capsys.readouterr().out.endswith(f"{settings.out / 'final'}\n")
-    assert main(words) == 2
+    assert main(arguments) == 2
     assert "holds a finished run" in capsys.readouterr().err

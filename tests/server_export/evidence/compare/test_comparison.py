@@ -15,8 +15,8 @@ RATES = '{"backprop-lora-fa": 0.01, "p-rge": 0.03}'
 BOTH = ("--methods", "backprop-lora-fa", "p-rge", "--seeds", 1, 2, "--learning-rates", RATES)
 
 
-def run(out: Path, verbs: FakeVerbs, *words: object) -> dict[str, Any]:
-    return compare(settings_for(out, *words), "prge compare", verbs)
+def run(out: Path, verbs: FakeVerbs, *arguments: object) -> dict[str, Any]:
+    return compare(settings_for(out, *arguments), "prge compare", verbs)
 
 
 def test_searches_then_runs_each_seed(tmp_path: Path) -> None:
@@ -72,11 +72,11 @@ def test_the_same_command_goes_on_and_takes_more_seeds(tmp_path: Path) -> None:
 
 
 def test_unfinished_runs_on_the_engine_are_resumed_and_others_begun_again(tmp_path: Path) -> None:
-    words = (*BOTH, "--search-trials", 1)
+    arguments = (*BOTH, "--search-trials", 1)
     out = tmp_path / "cmp"
     write_run(out / "runs/p-rge-1/run", 3, "running")
     write_run(out / "runs/backprop-lora-fa-1/run", 3, "interrupted")
-    settings = settings_for(out, *words)
+    settings = settings_for(out, *arguments)
     (out / "config.yaml").write_text(settings_to_yaml(settings))
     verbs = FakeVerbs()
     compare(settings, "prge compare", verbs)
@@ -106,8 +106,8 @@ def test_a_rate_that_diverges_is_a_trial_that_lost(tmp_path: Path) -> None:
 
 def test_a_budget_of_seconds_is_timed_first(tmp_path: Path) -> None:
     verbs = FakeVerbs()
-    words = ("--methods", "p-rge", "--seeds", 1, "--search-trials", 1)
-    result = run(tmp_path / "cmp", verbs, *words, "--budget", "seconds", "--budget-value", 4)
+    arguments = ("--methods", "p-rge", "--seeds", 1, "--search-trials", 1)
+    result = run(tmp_path / "cmp", verbs, *arguments, "--budget", "seconds", "--budget-value", 4)
     # A fake step takes 0.1 s.
     assert result["methods"]["p-rge"]["runs"][0]["steps"] == 40
     assert "/measured/" in verbs.calls[1][1]["out"]

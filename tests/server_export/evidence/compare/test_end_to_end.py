@@ -19,7 +19,7 @@ STEPS = 120
 
 def start(out: Path) -> subprocess.Popen[str]:
     """Start a comparison of two engine methods."""
-    words = [
+    arguments = [
         "--preset", "demo", "--out", out, "--json", out.with_suffix(".json"),
         "--methods", "p-rge-q1", "tangent", "--seeds", 5, "--search-trials", 1,
         "--learning-rates", '{"p-rge-q1": 0.01, "tangent": 0.01}',
@@ -27,7 +27,7 @@ def start(out: Path) -> subprocess.Popen[str]:
         "--dev-limit", 40, "--test-limit", 40,
     ]  # fmt: skip
     return subprocess.Popen(
-        [sys.executable, "-m", "prge.cli.main", "compare", *map(str, words)],
+        [sys.executable, "-m", "prge.cli.main", "compare", *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

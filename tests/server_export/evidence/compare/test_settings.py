@@ -25,10 +25,10 @@ def test_the_presets_are_there() -> None:
 def test_presets_parse(name: str, tmp_path: Path) -> None:
     for file in ("train.tsv", "dev.tsv", "test-labeled.tsv", "wikitext_1000.json"):
         (tmp_path / file).touch()
-    words = ["--preset", name, "--out", str(tmp_path / "out")]
+    arguments = ["--preset", name, "--out", str(tmp_path / "out")]
     if name in ("minilm-sst2", "stories-wikitext"):
-        words += ["--model", "some/model", "--data", str(tmp_path)]
-    settings = parse_settings(CompareSettings, words, "prge compare")
+        arguments += ["--model", "some/model", "--data", str(tmp_path)]
+    settings = parse_settings(CompareSettings, arguments, "prge compare")
     assert settings.preset == name
     assert chosen_methods(settings.methods, settings.batch_size)[0].name == "backprop-lora-fa"
     path = tmp_path / "again.yaml"
@@ -45,7 +45,7 @@ def test_flags_win_over_a_preset(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("arguments", "expected"),
     [
         (["--preset", "demos"], "--preset is 'demos'; did you mean demo?"),
         (["--preset", "minilm-sst2"], "--model is missing"),
@@ -69,9 +69,9 @@ def test_flags_win_over_a_preset(tmp_path: Path) -> None:
     ],
 )
 def test_mistakes_end_with_code_2(
-    words: list[str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["compare", *words, "--out", str(tmp_path / "out")]) == 2
+    assert main(["compare", *arguments, "--out", str(tmp_path / "out")]) == 2
     message = capsys.readouterr().err
     assert expected in message
     assert "Traceback" not in message
