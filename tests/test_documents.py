@@ -28,23 +28,23 @@ FOREIGN = {"--lora", "--config-file"}
 
 
 def named(path: Path) -> str:
-    """A document's path as a message shows it."""
+    """Return a document's path as a message shows it."""
     return str(path.relative_to(REPOSITORY))
 
 
 def text_of(document: Path) -> str:
-    """A document with continued lines of commands joined."""
+    """Return a document with continued lines of commands joined."""
     return document.read_text(encoding="utf-8").replace("\\\n", " ")
 
 
 def spans(document: Path) -> Iterator[str]:
-    """What a document quotes in sentences and tables: its inline code."""
+    """Yield the inline code of a document, which its sentences and tables quote."""
     without_blocks = re.sub(r"```.*?```", "", text_of(document), flags=re.DOTALL)
     yield from re.findall(r"`([^`\n]+)`", without_blocks)
 
 
 def code_of(document: Path) -> str:
-    """The blocks of code of a document, fenced or indented."""
+    """Return the blocks of code of a document, fenced or indented."""
     fenced = re.findall(r"```\w*\n(.*?)```", text_of(document), re.DOTALL)
     without = re.sub(r"```.*?```", "", text_of(document), flags=re.DOTALL)
     return "\n".join([*fenced, *re.findall(r"^ {4}.*$", without, re.MULTILINE)])
@@ -52,12 +52,12 @@ def code_of(document: Path) -> str:
 
 @cache
 def flags_of_scripts(folder: Path) -> str:
-    """The sources that define the flags of the scripts in a folder."""
+    """Return the sources that define the flags of the scripts in a folder."""
     return "".join(path.read_text(encoding="utf-8") for path in sorted(folder.glob("*")) if path.is_file())
 
 
 def defines(sources: str, flag: str) -> bool:
-    """Whether scripts take a flag, by argparse, as a keyword, or as a field of settings."""
+    """Return whether scripts take a flag, by argparse, as a keyword, or as a field of settings."""
     field = flag[2:].replace("-", "_")
     return f'"{flag}"' in sources or re.search(rf"\b{field}(\"?: |=)", sources) is not None
 
@@ -73,7 +73,7 @@ def test_links_lead_somewhere(document: Path) -> None:
 
 
 def anchors(document: Path) -> set[str]:
-    """What links can name of a document: its headings, as GitHub and MkDocs write them."""
+    """Return the anchors of a document: its headings, as GitHub and MkDocs write them."""
     text = re.sub(r"```.*?```", "", document.read_text(encoding="utf-8"), flags=re.DOTALL)
     titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}

@@ -127,7 +127,7 @@ def json_of(value: object) -> bytes:
 
 
 def rows_of_a_format(folder: Path, text: str | bytes) -> Iterator[Path]:
-    """Files of rows in every format and form, with a text that is not UTF-8."""
+    """Yield files of rows in every format and form, with a text that is not UTF-8."""
     raw = text if isinstance(text, bytes) else text.encode(errors="surrogatepass")
     files = {
         "a.csv": b"text\n" + raw + b"\n",
@@ -178,7 +178,7 @@ def test_rows_that_are_no_utf8(
 
 
 def test_values_that_json_has_no_type_for(numpy_model: NumpyModel, tmp_path: Path) -> None:
-    """Dates, durations and bytes of tables within messages, whereas templates take JSON."""
+    """The values are dates, durations and bytes within messages, and templates take JSON."""
     import datetime
 
     for extra in (datetime.date(2024, 1, 2), datetime.timedelta(1), b"\xff"):

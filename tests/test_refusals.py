@@ -45,7 +45,7 @@ class Taken(NamedTuple):
 
 @functools.cache
 def verbs() -> tuple[Taken, ...]:
-    """All verbs and subcommands, found through their help."""
+    """Return all verbs and subcommands, found through their help."""
     taken: list[Taken] = []
     below: list[str] = []
 
@@ -72,7 +72,7 @@ def verbs() -> tuple[Taken, ...]:
 
 
 def written() -> Iterator[tuple[Taken, str, Output]]:
-    """All settings of all verbs that name an output file or folder."""
+    """Yield all settings of all verbs that name an output file or folder."""
     for taken in verbs():
         for name, output in output_settings(taken.settings).items():
             yield taken, name, output
@@ -143,7 +143,7 @@ def _folder(path: Path) -> None:
 
 
 def _folder_of_names(*names: str) -> Callable[[Path], None]:
-    """A folder with foreign files that have the names that verbs use."""
+    """Return a folder with foreign files that have the names that verbs use."""
 
     def make(path: Path) -> None:
         for name in names:

@@ -53,7 +53,7 @@ class Device:
                 raise Killed
 
     def open_engine(self, bundle: Bundle, role: str = FORWARD, **_: object) -> OpenEngine:
-        """Replaces device_runner.engines.opening.open_engine."""
+        """Replace device_runner.engines.opening.open_engine."""
         bundle.chain.check_role(role)
         blocks: Any = None  # nobody speaks
         engine: Any = _Engine(self, role)

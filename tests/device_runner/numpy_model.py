@@ -38,7 +38,7 @@ class NumpyModel:
             monkeypatch.setattr(module, "open_generator", self.open_generator)
 
     def open_generator(self, bundle: Bundle, tokenizer: Tokenizer, flags: object, slots: int) -> Generator:
-        """Replaces device_runner.session.generation.open_generator."""
+        """Replace device_runner.session.generation.open_generator."""
         self.engines.append(NumpyGenerationEngine(bundle.chain.vocabulary_size, self.context, slots))
         return Generator(self.engines[-1], tokenizer)
 

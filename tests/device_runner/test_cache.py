@@ -14,7 +14,7 @@ from prge.cli.main import main
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The cache's folder, which doesn't exist yet."""
+    """Return the cache's folder, which doesn't exist yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "prge" / "packed"
 

@@ -36,7 +36,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 
 def pair(number: int) -> dict[str, Any]:
-    """The second of two words determines which answer is preferred."""
+    """Return a pair, of which the second of two words determines which answer is preferred."""
     first, second = WORDS[number % 3], WORDS[2 + number % 2]
     chosen, rejected = (" Yes film", " No") if number % 2 else (" No", " Yes film")
     return {"prompt": f"{first} {second}", "chosen": chosen, "rejected": rejected}

@@ -176,7 +176,7 @@ def test_it_ends_with_scores_before_and_after_and_what_to_type_next(
 
 @pytest.mark.parametrize("position", ["config.yaml", "journal.jsonl"])
 def test_a_run_of_an_earlier_version_is_refused(settings: RunSettings, position: str) -> None:
-    """Its unsigned config.yaml or its journal has settings that this version lacks."""
+    """The run's unsigned config.yaml or its journal has settings that this version lacks."""
     run(settings)
     path = settings.out / position
     if position == "config.yaml":
@@ -197,7 +197,7 @@ def test_a_run_of_an_earlier_version_is_refused(settings: RunSettings, position:
 
 
 def test_a_strangers_run_reads_no_file_of_mine(settings: RunSettings, tmp_path: Path) -> None:
-    """Its settings name rows of this machine; once its user has named them, it continues like others."""
+    """The run's settings name rows of this machine; once the user has named the rows, the run continues."""
     private = tmp_path / "home/private.jsonl"
     private.parent.mkdir()
     shutil.copy(settings.train[0] if isinstance(settings.train, tuple) else settings.train, private)
@@ -297,7 +297,7 @@ def test_killed_after_any_calls_and_resumed_it_leaves_the_same_bits_and_counts(
     killed = replace(settings, out=tmp_path / "killed")
 
     def lose_a_line() -> None:
-        """As if the process had ended between the journal and the metrics."""
+        """Drop the last line of the metrics, as a kill between the journal and the metrics does."""
         metrics = killed.out / "metrics.jsonl"
         metrics.write_bytes(b"".join(metrics.read_bytes().splitlines(keepends=True)[:-1]))
 
@@ -441,7 +441,7 @@ def test_with_another_estimator_everything_else_stays(settings: RunSettings) -> 
 def test_epochs_are_steps_and_a_resumed_run_has_the_same_bits(
     device: Device, settings: RunSettings, tmp_path: Path
 ) -> None:
-    """40 rows, 8 per step: one and a half epochs are 8 steps."""
+    """With 40 rows and 8 rows per step, one and a half epochs are 8 steps."""
     run(replace(settings, steps=8))
     epochs = replace(settings, steps=RunSettings.steps, epochs=1.5, out=tmp_path / "epochs")
     device.calls_left = 6
@@ -477,7 +477,7 @@ def test_a_run_reports_which_columns_it_read(settings: RunSettings, tmp_path: Pa
 def test_scores_of_cut_rows_say_so(
     device: Device, settings: RunSettings, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With the score: in the log, in metrics.jsonl, and in both forms of `prge eval`."""
+    """The note stands next to the score in the log, in metrics.jsonl, and in both forms of `prge eval`."""
     assert settings.dev is not None
     text_field, rest = ("text", {"label": 1}) if device.encoder else ("prompt", {"completion": " bad"})
     short, long = {text_field: "good film", **rest}, {text_field: "good film " * 20, **rest}
@@ -549,7 +549,7 @@ def test_a_run_keeps_the_day_that_it_began_on(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The chat template writes the date: resumed on another day, the run has the same tokens."""
+    """The chat template writes the date; a run that is resumed on another day has the same tokens."""
     device.replaces(monkeypatch, evaluate_verb)
     _list_template(
         settings.bundle, "{% for m in messages %}{{ m.content }}{{ strftime_now(' %d') }}|{% endfor %}"
@@ -626,7 +626,7 @@ def exact(device: Device, settings: RunSettings, tmp_path: Path) -> RunSettings:
 def test_a_journal_of_ten_thousand_exact_steps_is_below_three_checkpoints(
     exact: RunSettings, monkeypatch: pytest.MonkeyPatch, every: int, kept: int
 ) -> None:
-    """Even below two: extrapolated from records here to Qwen2.5-3B with rank 16 on queries and values."""
+    """The size is extrapolated from these records to Qwen2.5-3B with rank 16 on queries and values."""
     append, counts = Journal.append, []
 
     def counted(journal: Journal, record: dict[str, Any]) -> dict[str, Any]:
@@ -718,7 +718,7 @@ def test_a_run_that_is_refused_leaves_nothing(settings: RunSettings, tmp_path: P
 def test_decay_and_normalisation_are_part_of_a_run(
     device: Device, settings: RunSettings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Killed and resumed, or replayed, it has the same bits; with other values it can't be resumed."""
+    """A killed or replayed run has the same bits; with other values the run can't be resumed."""
     changes: dict[str, Any] = {"weight_decay": 0.1}
     if not device.encoder:
         changes["loss_normalisation"] = "token"

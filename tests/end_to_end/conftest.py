@@ -11,7 +11,7 @@ from tests.verbs import prge
 
 @pytest.fixture
 def run_arguments(workshop: Path, tmp_path: Path) -> list[object]:
-    """Arguments of a short `prge run` into `tmp_path / "run"`."""
+    """Return arguments of a short `prge run` into `tmp_path / "run"`."""
     return [
         "--bundle", workshop / "bundle", "--train", workshop / "train.jsonl", "--dev", workshop / "dev.jsonl",
         "--task", workshop / "task.yaml", "--out", tmp_path / "run", "--steps", 12, "--evaluate-every", 4,
@@ -20,7 +20,7 @@ def run_arguments(workshop: Path, tmp_path: Path) -> list[object]:
 
 
 def tune_arguments(workshop: Path, out: Path) -> list[object]:
-    """Arguments of a short `prge tune` with a search."""
+    """Return arguments of a short `prge tune` with a search."""
     return [
         "tune", "--bundle", workshop / "bundle", "--data", workshop / "train.jsonl",
         "--dev", workshop / "dev.jsonl", "--task", workshop / "task.yaml", "--out", out,
@@ -30,7 +30,7 @@ def tune_arguments(workshop: Path, out: Path) -> list[object]:
 
 @pytest.fixture(scope="session")
 def tuned(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of an uninterrupted tuning, with its `tune-result.json` next to it."""
+    """Return the folder of an uninterrupted tuning, with its `tune-result.json` next to it."""
     out = tmp_path_factory.mktemp("tuned") / "letters"
     prge(*tune_arguments(workshop, out), "--json", out.parent / "tune-result.json")
     return out

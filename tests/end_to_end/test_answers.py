@@ -22,7 +22,7 @@ TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 
 @pytest.fixture(scope="module")
 def run(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that learns to write the next two words after a word, with samples during training."""
+    """Return a run that learns to write the next two words after a word, with samples during training."""
     folder = tmp_path_factory.mktemp("answers")
     words = ["aa", "bb", "cc", "dd"]
     rows = [{"q": f"{one} ?", "answers": [f"{words[i - 3]} {words[i - 2]}"]} for i, one in enumerate(words)]
@@ -85,7 +85,7 @@ def test_samples_of_a_run(workshop: Path, run: Path) -> None:
 
 @pytest.fixture(scope="module")
 def server(workshop: Path, run: Path) -> Iterator[str]:
-    """The address of a server of the bundle and the run."""
+    """Yield the address of a server of the bundle and the run."""
     (run.parent / "chat.jinja").write_text(TEMPLATE)
     arguments = ["serve", workshop / "bundle", "--adapter", run, "--port", 0, "--slots", 4, "--chat-template",
              run.parent / "chat.jinja"]  # fmt: skip

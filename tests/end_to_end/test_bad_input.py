@@ -42,7 +42,7 @@ def fails(run_arguments: list[object], capsys: pytest.CaptureFixture[str]) -> Ru
 
 @pytest.fixture
 def bundle(workshop: Path, tmp_path: Path) -> Path:
-    """A copy of the bundle to damage."""
+    """Return a copy of the bundle to damage."""
     return Path(shutil.copytree(workshop / "bundle", tmp_path / "bundle"))
 
 
@@ -157,7 +157,7 @@ def run_elsewhere(*arguments: object, limit: int = resource.RLIM_INFINITY, code:
 
 
 def test_no_space_left(run_arguments: list[object], tmp_path: Path) -> None:
-    """Earlier progress is kept, and the run can be resumed."""
+    """A full disk keeps earlier progress, and the run can be resumed."""
     assert "can't be written" in run_elsewhere(*run_arguments, "--steps", 100, limit=6000, code=2)
     prge("run", "--resume", tmp_path / "run")
 

@@ -27,7 +27,7 @@ def data(workshop: Path) -> list[object]:
 
 @pytest.fixture(scope="module")
 def runs(bundle: Path, data: list[object], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A finished run of each estimator."""
+    """Return a finished run of each estimator."""
     folder = tmp_path_factory.mktemp("chain runs")
     for name in ESTIMATORS:
         prge(
@@ -39,7 +39,7 @@ def runs(bundle: Path, data: list[object], tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def quiz(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`rows.jsonl` and `task.yaml` of questions with more candidates than a batch has sequences."""
+    """Return a folder with rows and a task of questions with more candidates than a batch has sequences."""
     folder = tmp_path_factory.mktemp("quiz")
     texts = [f"{letter * 2} {letter * 2}" for letter in "abcdef"]
     assert len(texts) == CHOICES

@@ -72,7 +72,7 @@ def test_a_budget_says_what_it_holds_and_changes_no_bit(
 def test_what_lies_below_the_adapter_is_computed_once_a_row(
     workshop: Path, upper_bundle: Path, tmp_path: Path
 ) -> None:
-    """16 different rows are trained on and scored; the cache changes no bit."""
+    """The run trains on 16 different rows and scores them; the cache changes no bit."""
     cached = ["--trunk-cache-bytes", 1 << 20]
     out, other = tmp_path / "run", tmp_path / "other"
     prge(*arguments_of(workshop, upper_bundle, out, steps=60), *cached)
@@ -112,7 +112,7 @@ def test_an_encoder_learns_under_its_head(encoder: Path, tmp_path: Path) -> None
 
 
 def test_a_step_by_tokens_is_that_of_transformers(workshop: Path, tmp_path: Path) -> None:
-    """Rows have unequal lengths: the gradient is that of the loss in two calls, with `num_items_in_batch`."""
+    """The gradient is that of transformers' loss with `num_items_in_batch`, in two calls of unequal rows."""
     import torch
     from peft import PeftModel
     from transformers import AutoModelForCausalLM

@@ -21,7 +21,7 @@ STORIES = ("Once upon a time", "The little dog was very happy, because", "Lily s
 
 @pytest.fixture(scope="module")
 def trained(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run whose adapter is far from its start."""
+    """Return a run whose adapter is far from its start."""
     run = tmp_path_factory.mktemp("trained") / "run"
     prge(
         "run", "--bundle", workshop / "bundle", "--train", workshop / "train.jsonl", "--task",

@@ -72,7 +72,7 @@ def test_it_is_scored_served_and_started_from(workshop: Path, lora_bundle: Path,
 def test_an_adapter_from_elsewhere_is_scored_as_peft_computes_it_and_trained_on(
     workshop: Path, lora_bundle: Path, tmp_path: Path
 ) -> None:
-    """An adapter of some modules, with a lower rank and another scale, in bfloat16, works in every verb."""
+    """An adapter of some modules, of a lower rank, another scale and bfloat16, works in every verb."""
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM

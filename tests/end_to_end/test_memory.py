@@ -59,7 +59,7 @@ def needed(said: str) -> int:
 
 @pytest.fixture
 def verbs(workshop: Path, tmp_path: Path) -> dict[str, Callable[[], Arguments]]:
-    """Arguments of every verb that runs an engine."""
+    """Return functions that make the arguments of every verb that runs an engine."""
     bundle = ["--bundle", workshop / "bundle"]
     task = ["--task", workshop / "task.yaml"]
     out = tmp_path / "out"

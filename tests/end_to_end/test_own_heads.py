@@ -26,7 +26,7 @@ TEXTS = [f"{word} {number}" for number in range(8) for word in ("a film", "no", 
 
 @pytest.fixture(scope="module")
 def folder(made_once: FolderBuilder) -> Path:
-    """A folder with `model` and `bundle`."""
+    """Return a folder with `model` and `bundle`."""
 
     def make(folder: Path) -> None:
         model = make_classifier("bert", len(LABELS))

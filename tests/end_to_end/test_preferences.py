@@ -15,7 +15,7 @@ from tests.workshop import bits, write_rows
 
 
 def pairs(count: int) -> list[dict[str, Any]]:
-    """Pairs whose chosen answer repeats the prompt's word."""
+    """Return pairs whose chosen answer repeats the prompt's word."""
     words = ["aa", "bb", "cc", "dd"]
     return [
         {
@@ -52,7 +52,7 @@ def test_a_run_learns_pairs_and_replays(
 
 
 def unequal_pairs(count: int) -> list[dict[str, Any]]:
-    """Pairs with prompts and answers of very different lengths."""
+    """Return pairs with prompts and answers of very different lengths."""
     words = ["aa", "bb", "cc", "dd"]
     return [
         {

@@ -18,7 +18,7 @@ from tests.verbs import REPOSITORY, prge
 
 @pytest.fixture(scope="module")
 def done(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run."""
+    """Return a finished run."""
     out = tmp_path_factory.mktemp("runs") / "done"
     prge(
         "run", "--bundle", workshop / "bundle", "--train", workshop / "train.jsonl",

@@ -44,7 +44,7 @@ CHATS: list[dict[str, object]] = [
 
 @pytest.fixture(scope="module")
 def reference(smollm2: Path) -> tuple[Any, Any]:
-    """transformers' dequantized model in float32, and its tokenizer."""
+    """Return transformers' dequantized model in float32, and its tokenizer."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -56,7 +56,7 @@ def reference(smollm2: Path) -> tuple[Any, Any]:
 
 @pytest.fixture(scope="module")
 def bundle(smollm2: Path, made_once: FolderBuilder) -> Path:
-    """An unquantized bundle that scores and generates."""
+    """Return an unquantized bundle that scores and generates."""
 
     def fill(folder: Path) -> None:
         arguments = [

@@ -25,7 +25,7 @@ def messages(animal: str, thing: str) -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def tuned(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a tuning of babyllama, whose tokenizer has no template and no line break."""
+    """Return the folder of a tuning of babyllama, whose tokenizer has no template and no line break."""
     folder = tmp_path_factory.mktemp("chat")
     rows = [messages(animal, thing) for animal in ANIMALS for thing in THINGS]
     prge(

@@ -46,7 +46,7 @@ def adapter_of(run: prge.Run) -> bytes:
 
 
 def test_numpy_numbers_are_accepted(given: dict[str, Any], tmp_path: Path) -> None:
-    """They give the same bits as Python's numbers."""
+    """NumPy's numbers give the same bits as Python's numbers."""
     expected = prge.run(**given)
     of_numpy = {
         "steps": np.int64(4),
@@ -114,7 +114,7 @@ def test_paths_with_nul_are_refused(given: dict[str, Any], tmp_path: Path) -> No
 
 
 def test_calls_from_threads(given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They give the same bits as in the main thread, and don't change signal handlers."""
+    """Calls give the same bits as in the main thread, and don't change signal handlers."""
     expected = prge.run(**given)
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     with ThreadPoolExecutor(2) as pool:

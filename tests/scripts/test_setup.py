@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="the script
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A checkout in a path with a space, with a fake environment whose programs print their arguments."""
+    """Return a checkout in a path with a space, whose fake environment prints the arguments of programs."""
     root = tmp_path / "a check out"
     shutil.copytree(SCRIPTS, root / "scripts", ignore=shutil.ignore_patterns("*.py"))
     (root / "pyproject.toml").write_text("[project]\n", encoding="utf-8")

@@ -22,7 +22,7 @@ from tests.tiny_models import save_model
 
 @pytest.fixture
 def config_folder(tmp_path: Path) -> Path:
-    """A folder with only a configuration."""
+    """Return a folder with only a configuration."""
     model = save_model(tmp_path / "model", "llama")
     folder = tmp_path / "outline"
     folder.mkdir()

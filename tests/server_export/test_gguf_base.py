@@ -44,7 +44,7 @@ def fill(folder: Path) -> None:
 
 @pytest.fixture(scope="session")
 def base_folder(made_once: FolderBuilder) -> Path:
-    """The folder that `fill` writes."""
+    """Return the folder that `fill` writes."""
     return made_once("gguf base", fill)
 
 

@@ -50,19 +50,19 @@ def fill(folder: Path) -> None:
 
 @pytest.fixture(scope="session")
 def saved(made_once: FolderBuilder) -> Path:
-    """Folders `llama`, `gpt2` and `bert` with base models, and `llama-trained` etc. with their adapters."""
+    """Return a folder with models `llama`, `gpt2` and `bert`, and adapters `llama-trained` etc."""
     return made_once("publish", fill)
 
 
 @pytest.fixture(scope="session")
 def bundle(saved: Path) -> Bundle:
-    """A bundle of the tiny Llama with a chat template, which the model itself lacks."""
+    """Return a bundle of the tiny Llama with a chat template, which the model itself lacks."""
     return open_bundle(saved / "bundle")
 
 
 @pytest.fixture(scope="session")
 def trained(saved: Path) -> Path:
-    """The folder of a trained adapter of the bundle."""
+    """Return the folder of a trained adapter of the bundle."""
     return saved / "trained"
 
 
@@ -413,7 +413,7 @@ def test_settings_of_another_format_are_refused() -> None:
 
 @pytest.fixture(scope="session")
 def rounded(made_once: FolderBuilder) -> Path:
-    """For each architecture: a model with tied embeddings, its int4 bundle, and an adapter of the bundle."""
+    """Return a folder with a model with tied embeddings, its int4 bundle and an adapter per architecture."""
 
     def fill(folder: Path) -> None:
         from server_export.export import ExportConfig, export
@@ -535,7 +535,7 @@ def test_unquantized_weights_are_merged_unchanged(
 def test_a_published_adapter_names_a_base_model_that_loads(
     bundle: Bundle, trained: Path, saved: Path, tmp_path: Path
 ) -> None:
-    """By its path and the hash of its content; an adapter for the Hub names no path."""
+    """The adapter names the base model by path and hash; an adapter for the Hub names no path."""
     from peft import AutoPeftModelForCausalLM
 
     given: dict[str, Any] = {"model": str(saved / "llama"), "bundle": bundle.folder}

@@ -223,14 +223,14 @@ def _there(rig: Rig, runtime: Runtime, bundle: Path, here: Path, work: Path) -> 
 
 
 def _joins(rig: Rig, runtime: Runtime, bundle: Path, work: Path) -> bool:
-    """Whether the phone can join a fleet, with Flower under emulation."""
+    """Return whether the phone can join a fleet, with Flower under emulation."""
     _log("push a runtime with Flower, join a fleet")
     rig.prge("push", runtime.folder, "--folder", FLEET_FOLDER)
     return train_fleet_of_one(rig, FLEET_FOLDER, bundle, work, 240).count(": 1 answers, loss 0.") == 2
 
 
 def _serves(rig: Rig, bundle: Path) -> bool:
-    """Whether a server answers through the cable, restarts after a kill, and survives the end of adbd."""
+    """Return whether a server answers through the cable and survives a kill and the end of adbd."""
     _log("a server, killed on the phone, and adb's daemon killed")
     serve = ["serve", "--bundle", bundle, "--port", SERVED_PORT, "--threads", 1, "--memory", "400MB"]
     output = rig.prge(*serve).stdout
@@ -258,7 +258,7 @@ def _serves(rig: Rig, bundle: Path) -> bool:
 
 
 def _benches(rig: Rig, work: Path) -> dict[str, bool]:
-    """Whether every trial of `prge android bench` has its figures, for tiny models."""
+    """Return whether every trial of `prge android bench` has its figures, for tiny models."""
     _log("bench")
     path = work / "bench.json"
     arguments = [
@@ -279,7 +279,7 @@ def _benches(rig: Rig, work: Path) -> dict[str, bool]:
 
 
 def _pauses(rig: Rig, bundle: Path) -> bool:
-    """Whether a run pauses while the phone is hot, logs the reason, and continues by itself."""
+    """Return whether a run pauses while the phone is hot, logs the reason, and continues by itself."""
     zone = rig.kernel / "sys/class/thermal/thermal_zone0/temp"
     run = rig.phone_folder / "prge" / "runs" / "hot"
     zone.write_text("47000\n")

@@ -27,7 +27,7 @@ ARGUMENTS = ("--tiny", "--steps", 3, "--threads", 1, "--start-below-celsius", 15
 
 @pytest.fixture
 def fake(tmp_path: Path, workshop: Path, monkeypatch: pytest.MonkeyPatch) -> FakePhone:
-    """A phone whose trials all use the workshop's bundle."""
+    """Return a phone whose trials all use the workshop's bundle."""
 
     def make_bundles(models: Sequence[BenchModel], cache: Path | None) -> dict[BenchModel, Path | PrgeError]:
         return dict.fromkeys(models, workshop / "bundle")

@@ -53,7 +53,7 @@ def phone(tmp_path: Path) -> Phone:
 
 @pytest.fixture
 def dead_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A port of adb's server at which another program listens, which sends nothing."""
+    """Yield a port of adb's server at which another program listens, which sends nothing."""
     if shutil.which("adb") is None:
         pytest.skip("adb is not installed")
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -48,7 +48,7 @@ def _plain(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def archive(runtime: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalArchive]:
-    """An archive of Debian's packages of the runtime, each with a later version."""
+    """Yield an archive of Debian's packages of the runtime, each with a later version."""
     if shutil.which("gpg") is None:
         pytest.skip("gpg is not installed")
     lock = read_lock(runtime / "runtime.json", "amd64")

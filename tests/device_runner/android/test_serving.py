@@ -229,7 +229,7 @@ def test_a_server_learns_and_rows_are_pulled_only_on_request(server: Server, tmp
 
 @pytest.fixture
 def fake(tmp_path: Path) -> FakePhone:
-    """A phone whose servers listen at once and do nothing."""
+    """Return a phone whose servers listen at once and do nothing."""
     phone = FakePhone(tmp_path / "fake")
     run = phone.folder / "runtime" / "run.sh"
     run.write_text("#!/bin/sh\ncat \"$5\" >&2\necho 'listening at nowhere'\nexec sleep 30\n")

@@ -59,7 +59,7 @@ class Workstation:
 def workstation(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Workstation]:
-    """A script instead of adb with this machine's Python, and the real adb with a real runtime."""
+    """Yield a script instead of adb with this machine's Python, and the real adb with a real runtime."""
     if request.param == "adb":
         daemon: Daemon = request.getfixturevalue("daemon")
         folder: Path = request.getfixturevalue("phone")
@@ -72,7 +72,7 @@ def workstation(
 
 @pytest.fixture(scope="module")
 def inputs(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a bundle, `rows.jsonl` and `test.jsonl`."""
+    """Return a folder with a bundle, `rows.jsonl` and `test.jsonl`."""
     folder = tmp_path_factory.mktemp("inputs")
     (folder / "bundle").symlink_to(workshop / "bundle")
     rows = [{"prompt": f"{a}{b}", "completion": f" {b}{a}"} for a in "abcdef" for b in "ghijk"]
@@ -92,7 +92,7 @@ def arguments_of(inputs: Path, workstation: Workstation, out: Path) -> list[obje
 
 @pytest.fixture(scope="module")
 def tuned(inputs: Path, workstation: Workstation, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of an uninterrupted tuning, with its output in `output.txt`."""
+    """Return the folder of an uninterrupted tuning, with its output in `output.txt`."""
     out = tmp_path_factory.mktemp("tuned") / "out"
     output = workstation.prge(*arguments_of(inputs, workstation, out))
     (out / "output.txt").write_text(output)

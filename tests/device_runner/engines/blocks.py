@@ -39,7 +39,7 @@ class Block(nn.Module):
         self.register_buffer("lora_a", torch.randn(WIDTH, RANK) * 0.1)
 
     def forward(self, state: Any, other: Any, lora_b: Any) -> Any:
-        """`score`: state, mask, lora_b -> state. `backward`: state, gradient, lora_b -> gradients of both."""
+        """Return hidden states for `score`, or gradients of hidden states and `lora_b` for `backward`."""
         normed = state * torch.rsqrt((state * state).mean(-1, keepdim=True) + 1e-5) * self.norm
         reduced = normed @ self.lora_a
         if self.role == "backward":

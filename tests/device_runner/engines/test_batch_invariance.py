@@ -190,7 +190,7 @@ def test_a_row_among_any_others_is_what_it_is_alone(
 
 
 def test_every_role_answers_the_same(scene: Scene) -> None:
-    """So a run starts with exactly its reference scores."""
+    """A run therefore starts with exactly its reference scores."""
     for row in range(len(LENGTHS)):
         expected = scene.alone(FORWARD, row)[0][0].tobytes()
         for role, copies in CALLS[1:]:
@@ -274,7 +274,7 @@ def test_rows_in_chunks_are_what_they_are_alone(long_rows: Path) -> None:
 
 @pytest.fixture
 def long_rows(made_once: FolderBuilder, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A bundle for rows of up to 160 tokens; rows of more than 64 are computed in chunks."""
+    """Return a bundle for rows of up to 160 tokens; rows of more than 64 are computed in chunks."""
     from prge.formats import chain
 
     monkeypatch.setattr(chain, "MOST_WHOLE_TOKENS", 128)

@@ -32,7 +32,7 @@ LOADING = ("program-refused", "program-of-other-version", "program-aborts")
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache."""
+    """Return an empty cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache/prge/packed"
 
@@ -47,7 +47,7 @@ def native_engine(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.
 
 @pytest.fixture
 def folder(make_chain: Callable[[str], Path], tmp_path: Path) -> Path:
-    """A copy of a decoder's bundle to damage."""
+    """Return a copy of a decoder's bundle to damage."""
     return Path(shutil.copytree(make_chain("llama") / "bundle", tmp_path / "bundle"))
 
 

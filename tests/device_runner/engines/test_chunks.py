@@ -75,7 +75,7 @@ def test_an_export_for_long_rows_has_chunks(folder: Path) -> None:
 
 
 def test_the_bits_follow_from_the_row_alone(folder: Path) -> None:
-    """They don't depend on other rows, the engine, or the loaded weights."""
+    """The bits don't depend on other rows, the engine, or the loaded weights."""
     bundle = open_bundle(folder / "bundle")
     call, engine = calls_of(bundle, 5), opened(bundle, FORWARD).engine
     result = split(bundle.chain.model, call, engine.forward(call))

@@ -38,7 +38,7 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def bundle(make_chain: Callable[[str], Path]) -> Bundle:
-    """A Llama's bundle; rows and chunks of a prompt have up to 16 tokens."""
+    """Return a Llama's bundle; rows and chunks of a prompt have up to 16 tokens."""
     return open_bundle(make_chain("llama") / "bundle")
 
 
@@ -66,7 +66,7 @@ def folder(request: pytest.FixtureRequest, make_chain: Callable[[str], Path]) ->
 
 
 def test_logits_are_the_models_token_by_token(folder: Path) -> None:
-    """Grouped keys, sliding windows, rotations, learned positions, soft caps, up to the last position."""
+    """The models have grouped keys, sliding windows, rotations, learned positions, or soft caps."""
     bundle = open_bundle(folder / "bundle")
     adapter, tokens = adapter_of(bundle, 1), tokens_of(bundle, POSITIONS)
     expected, exact = (
@@ -94,7 +94,7 @@ def test_logits_are_the_models_token_by_token(folder: Path) -> None:
 def test_a_prompt_is_read_alike_next_to_a_long_sequence(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its chunks are only short if the prompt itself is long."""
+    """The chunks of a prompt are only short if the prompt itself is long."""
     monkeypatch.setattr(generation, "LONG", 48)
     monkeypatch.setattr(generation, "CHUNK_OF_LONG", 8)
     adapter, tokens = adapter_of(bundle, 1), tokens_of(bundle, 45)

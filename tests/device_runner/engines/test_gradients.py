@@ -84,7 +84,7 @@ def test_in_float32_it_is_autograds_but_for_rounding(
 
 @pytest.fixture(scope="module")
 def deep(made_once: FolderBuilder) -> Path:
-    """A narrow Llama with many int4 layers."""
+    """Return a narrow Llama with many int4 layers."""
     settings: dict[str, Any] = {"layers": LAYERS, "roles": ["backward"], "quantize": "8da4w"}
     return made_once("deep", lambda folder: export_chain(folder, "llama", **settings))
 

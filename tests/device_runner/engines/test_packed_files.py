@@ -35,19 +35,19 @@ PROBES = {name: example(name) for name in METHODS}
 def lowered(
     request: pytest.FixtureRequest, make_blocks: Callable[[str, bool], LoweredBlocks]
 ) -> LoweredBlocks:
-    """Blocks of each scheme, with dynamic shapes."""
+    """Return blocks of each scheme, with dynamic shapes."""
     return make_blocks(request.param, True)
 
 
 @pytest.fixture(scope="module")
 def fp32(make_blocks: Callable[[str, bool], LoweredBlocks]) -> LoweredBlocks:
-    """Blocks whose packed weights are as large as the originals."""
+    """Return blocks whose packed weights are as large as the originals."""
     return make_blocks("fp32", True)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Folder of packed files."""
+    """Return the folder of packed files."""
     return tmp_path / "packed"
 
 
@@ -353,7 +353,7 @@ def test_the_cache_reports_its_size_and_is_emptied_under_those_who_use_it(
 
 
 def test_probes_reach_every_output(fp32: LoweredBlocks) -> None:
-    """Otherwise comparing outputs would prove little."""
+    """If probes didn't reach all outputs, comparing outputs would prove little."""
     for name, inputs in PROBES.items():
         for value in fp32.expected(0, name, inputs):
             assert np.count_nonzero(value) == value.size

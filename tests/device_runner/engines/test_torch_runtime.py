@@ -21,7 +21,7 @@ from tests.refusals import raises
 def lowered(
     request: pytest.FixtureRequest, make_blocks: Callable[[str, bool], LoweredBlocks]
 ) -> LoweredBlocks:
-    """Blocks of each scheme, with dynamic shapes."""
+    """Return blocks of each scheme, with dynamic shapes."""
     return make_blocks(request.param, True)
 
 

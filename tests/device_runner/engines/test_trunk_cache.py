@@ -59,7 +59,7 @@ def test_bundles_rows_and_precisions_are_distinguished(cache: TrunkCache) -> Non
 
 
 def test_float16_takes_half_the_room_and_gives_what_it_says(tmp_path: Path) -> None:
-    """The first time too: training must not depend on what is cached."""
+    """The values are rounded the first time too: training must not depend on what is cached."""
     cache = TrunkCache(tmp_path / "cache", 1 << 20, "float16")
     first, second = cached_states(cache, 1, values()), cached_states(cache, 1)
     assert first.dtype == second.dtype == np.float32

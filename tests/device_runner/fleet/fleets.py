@@ -75,13 +75,13 @@ class Fleet:
         return ServerSettings(**{**fields, **changes})
 
     def direct(self, node: int, task: bytes) -> bytes:
-        """A network that delivers everything."""
+        """Deliver a task to its device, and return and remember the device's message."""
         reply = answer(self.folder / str(node), task)
         self.said[node, RoundTask.parse(task).number] = reply
         return reply
 
     def again(self, node: int, task: bytes) -> bytes:
-        """A network that repeats the device's message to an earlier server of the same plan."""
+        """Return the message that the device sent to an earlier server of the same plan."""
         return self.said[node, RoundTask.parse(task).number]
 
     def state(self, node: int, agreement: Agreement) -> TrainingState:
@@ -124,5 +124,5 @@ def record_types(folder: Path) -> list[str]:
 
 
 def same(left: FloatArray, right: FloatArray) -> bool:
-    """Whether two arrays have the same bits."""
+    """Return whether two arrays have the same bits."""
     return bool(np.array_equal(left.view(np.uint32), right.view(np.uint32)))

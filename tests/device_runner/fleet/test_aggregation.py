@@ -38,7 +38,7 @@ def _expected(values: FloatArray, combine: str) -> Any:
 
 
 def _trimmed(values: FloatArray) -> Any:
-    """The trimmed mean takes the middle two of four values, and the middle three of seven."""
+    """Return the trimmed mean: of the middle two of four values, or the middle three of seven."""
     cut = {4: 1, 7: 2}[len(values)]
     return np.array([np.mean(sorted(column)[cut:-cut]) for column in values.T])
 
@@ -63,7 +63,7 @@ def test_less_than_a_third_moves_no_value_beyond_the_others() -> None:
 
 
 def test_a_malicious_device_has_no_more_weight_than_an_honest_one() -> None:
-    """Whatever its result holds, its influence on the mean is that of one device."""
+    """Whatever a device's result holds, its influence on the mean is that of one device."""
     honest = _changes(3)
     lengths = np.linalg.norm(honest, axis=1)
     for lie in (_changes(1), 1e6 * _changes(1), np.full((1, SIZE), 0.0), np.full((1, SIZE), -999_999.0)):

@@ -203,7 +203,7 @@ class TestRowsAreNotRevealed:
         assert isinstance(reply, RoundResult) and np.isfinite(reply.values).all() and not reply.losses.any()
 
     def test_steps_that_are_too_large_are_refused_again_without_computing(self, fleet: Fleet) -> None:
-        """New noise would reveal more."""
+        """New noise for the same rows would reveal more."""
         server = Server(fleet, **NOISE, optimizer="sgd", learning_rate=3e38, local_steps=6, estimator="exact")
         assert "diverge" in server.refusal(0)
         fleet.numpy.calls_left = 0

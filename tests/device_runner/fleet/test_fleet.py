@@ -173,7 +173,7 @@ def test_a_killed_device_sends_the_same_result(fleet: Fleet, method: dict[str, A
 
 
 def test_rows_of_a_round_continue_after_those_of_the_last_one(fleet: Fleet) -> None:
-    """In n passes, each row of a device takes part n times, whichever rounds the device missed."""
+    """Each row of a device takes part once in every pass, whichever rounds the device missed."""
     settings = fleet.settings(rounds=5, local_steps=2, examples=2)
     seen = []
 
@@ -302,7 +302,7 @@ def test_steps_that_diverge_on_every_device_leave_the_state_finite(fleet: Fleet)
 
 
 def test_a_diverging_round_is_discarded_and_reported(fleet: Fleet) -> None:
-    """Even if all devices send the same malicious result."""
+    """The state stays finite even if all devices send the same malicious result."""
     settings = fleet.settings(rounds=4, estimator="exact")
 
     def network(node: int, task: bytes) -> bytes:

@@ -44,7 +44,7 @@ answers = st.builds(
 
 
 def _equal(left: Any, right: Any) -> bool:
-    """Whether two messages are equal field by field, arrays in their bits."""
+    """Return whether two messages are equal field by field, arrays in their bits."""
     if isinstance(left, np.ndarray):
         return left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
     if hasattr(left, "__dataclass_fields__"):

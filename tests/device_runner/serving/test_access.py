@@ -46,7 +46,7 @@ def test_every_name_of_this_machine_is_its_name(host: str) -> None:
     ],
 )  # fmt: skip
 def test_other_names_are_refused(host: str) -> None:
-    """Refused even if other machines may connect: the owner of such a name can point it here."""
+    """Other names are refused even if other machines may connect: their owner can point them here."""
     assert status(host=host) == 403
     # Numeric addresses cannot be rebound by DNS.
     is_address = host in ("[::2]:8000", "10.0.0.1", "[::ffff:8.8.8.8]")
@@ -58,7 +58,7 @@ def test_other_names_are_refused(host: str) -> None:
 
 
 def test_names_that_a_server_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Accepted are --host, the machine's own names if others may connect, and --allowed-hosts."""
+    """A server accepts --host, --allowed-hosts, and the machine's own names if others may connect."""
     monkeypatch.setattr("socket.gethostname", lambda: "Desk.Example.org")
     named = ListenFlags(host="My-Phone").access((), False)
     assert status(named, host="my-phone:8000") == 0 and status(named, host="other") == 403

@@ -57,7 +57,7 @@ class Later:
 
 
 def feedback(path: Path, count: int, correction: str = " Yes", start: int = 0) -> None:
-    """Return rows with corrections and some ratings."""
+    """Append rows of feedback with corrections and some ratings."""
     rows = []
     for number in range(start, start + count):
         prompt_fields = {"prompt": f"{WORDS[number % 8]} {WORDS[number // 8 % 8]}"}
@@ -229,7 +229,7 @@ def test_it_continues_a_run_with_its_rows_and_learning_rate(
 
 @pytest.mark.parametrize("last", ["", "{{ '!' if loop.last and message.role == 'assistant' }}"])
 def test_texts_and_conversations_are_learnt_together(workspace: Workspace, last: str) -> None:
-    """Holds also if the template renders an answer differently once other messages follow."""
+    """This holds also if the template renders an answer differently once other messages follow."""
     shutil.rmtree(workspace.folder / "bundle")
     template = "{% for message in messages %}{{ message.content }}" + last + " {% endfor %}"
     workspace.device.write_bundle(workspace.folder / "bundle", chat_template=template)
@@ -265,7 +265,7 @@ def test_template_errors_are_reported(workspace: Workspace) -> None:
 
 
 def with_template(workspace: Workspace) -> list[str]:
-    """A bundle whose template refuses some messages, and valid rows of texts and conversations."""
+    """Write a bundle whose template refuses some messages, and return valid rows of feedback."""
     shutil.rmtree(workspace.folder / "bundle")
     workspace.device.write_bundle(workspace.folder / "bundle", chat_template=HOSTILE_TEMPLATE)
     messages = [[{"role": "user", "content": word}] for word in WORDS[:3]]

@@ -94,7 +94,7 @@ def serving(folder: Path, every: int) -> Iterator[Child]:
 
 
 def write_many(path: Path, count: int = ROWS) -> None:
-    """Return a large amount of feedback."""
+    """Write a large amount of feedback."""
     path.parent.mkdir(exist_ok=True)
     row = AnswerRecord(
         "ID", "m", "0" * 16, {"prompt": "word " * 20 + "ID"}, " answer", {"seed": 1}

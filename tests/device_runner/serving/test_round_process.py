@@ -176,7 +176,7 @@ def test_missing_rows_and_bundles_are_reported(made: Round) -> None:
 
 @contextmanager
 def server(made: Round, folder: Path, platform: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """A server, and the id of its stopped child."""
+    """Yield a server, and the id of its stopped child."""
     path = folder / "round"
     path.write_bytes(pickle.dumps(made))
     command = [sys.executable, "-c", SERVER, path, made.feedback.parent, CHILD.format(platform=platform)]
@@ -194,7 +194,7 @@ def server(made: Round, folder: Path, platform: str) -> Iterator[tuple[subproces
 
 @pytest.mark.parametrize("platform", ["linux", "darwin"])
 def test_a_paused_process_ends_with_its_server(made: Round, tmp_path: Path, platform: str) -> None:
-    """Also if the system does not kill the child of a process that ended."""
+    """This holds also if the system does not kill the child of a process that ended."""
     with server(made, tmp_path, platform) as (process, child):
         until(lambda: state(child) == "T")
         process.send_signal(signal.SIGKILL)

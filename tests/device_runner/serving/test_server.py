@@ -87,7 +87,7 @@ def child() -> Iterator[Child]:
 
 @pytest.fixture(scope="module")
 def slow() -> Iterator[Child]:
-    """A server with a queue of at most 2 completions, at a hundred tokens per second."""
+    """Yield a server with a queue of at most 2 completions, at a hundred tokens per second."""
     with served(SLOW, queue=2) as server:
         yield server
         assert server.health()
@@ -145,7 +145,7 @@ def test_a_completion(child: Child) -> None:
 
 
 def test_control_tokens_count_only_in_completion_prompts(child: Child) -> None:
-    """Compared with transformers: control tokens of the template count, those in messages do not."""
+    """As in transformers, control tokens of the template count, and those in messages do not."""
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_level_backend())

@@ -120,7 +120,7 @@ def test_hours_follow_a_clock_that_jumps(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def dumpsys(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    """Android's dumpsys with only the service `power`."""
+    """Install a `dumpsys` like Android's with only the service `power`."""
     script = folder / "dumpsys"
     script.write_text(f"#!/bin/sh\n[ $1 = power ] && echo '{text}'\n")
     script.chmod(0o755)

@@ -44,7 +44,7 @@ def write(system: Path, name: str, content: object) -> None:
 
 @pytest.fixture
 def system(tmp_path: Path) -> Path:
-    """A phone's kernel: 40 degrees, 80 percent, no charger, and a mouse with its own battery."""
+    """Return a phone's kernel files: 40 degrees, 80 percent, no charger, a mouse with its own battery."""
     write(tmp_path, "thermal/thermal_zone0/temp", 31000)
     write(tmp_path, "thermal/thermal_zone1/temp", 40000)
     write(tmp_path, "thermal/thermal_zone2/temp", -273000)
@@ -66,7 +66,7 @@ def make_pauses(system: Path, **changes: Any) -> Pauses:
 
 
 def check_that_it_waits_for(pauses: Pauses, observer: MessageObserver, over: Any) -> None:
-    """Wait until `over` is called a moment later."""
+    """Check that the work waits until `over` is called a moment later."""
     thread = threading.Timer(0.2, over)
     thread.start()
     begin = time.monotonic()

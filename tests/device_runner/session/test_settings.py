@@ -138,7 +138,7 @@ def test_epochs_replace_steps() -> None:
 
 
 def test_the_name_of_a_data_set_is_no_path() -> None:
-    """So that the run can be resumed from another folder."""
+    """Paths become absolute, so that the run can be resumed from another folder."""
     result = replace(_settings(), train=Path("nyu-mll/glue:sst2"), dev=Path("dev.jsonl")).resolved()
     assert result.train == Path("nyu-mll/glue:sst2")
     assert result.dev is not None and result.dev.is_absolute() and result.out.is_absolute()

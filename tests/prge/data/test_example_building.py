@@ -134,7 +134,7 @@ def test_messages() -> None:
 
 
 def turns(*words: str) -> list[dict[str, str]]:
-    """A chat of alternating questions and answers."""
+    """Return a chat of alternating questions and answers."""
     return [{"role": ("user", "assistant")[n % 2], "content": word} for n, word in enumerate(words)]
 
 

@@ -34,7 +34,7 @@ def make_examples(template: str | None = TEMPLATE, length: int = 32) -> Feedback
 
 @cache
 def shared_examples() -> FeedbackExamples:
-    """Shared by the tests that don't end its child process."""
+    """Return the examples of the tests that don't end their child process."""
     return make_examples()
 
 

@@ -29,7 +29,7 @@ def targets(sequences: tuple[EncodedText, ...]) -> list[int]:
 
 
 def numbered(segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
-    """Segments of distinct words, so that each token identifies its position."""
+    """Return segments of distinct words, so that each token identifies its position."""
     count = iter(range(1000))
     return tuple(
         Segment("".join(f" {next(count)}" for _ in each.text.split()), each.is_trained) for each in segments
@@ -37,7 +37,7 @@ def numbered(segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
 
 
 def candidate_texts(prompt: int, *answers: int) -> list[SegmentedText]:
-    """Answers with the given numbers of words to one prompt."""
+    """Return answers with the given numbers of words to one prompt."""
     return [
         SegmentedText(SEGMENTER.prompt_and_completion(" film" * prompt, " was" * answer, "candidate"))
         for answer in answers

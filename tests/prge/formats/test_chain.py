@@ -34,7 +34,7 @@ Change = Callable[[Json], object]
 
 
 def block_of(**changes: Any) -> Json:
-    """Returns the `chain` block of a manifest; one of its methods has specs."""
+    """Return the `chain` block of a manifest; one of its methods has specs."""
     block = json.loads(json.dumps(make_chain(**changes).to_json()))
     method = block["programs"][0]["methods"][FORWARD]
     method["input_specs"] = ["int64 [8, 4, 16]"]
@@ -54,7 +54,7 @@ def test_a_bundle_with_label_words_is_refused_with_a_remedy() -> None:
 
 
 def positions(value: Json, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yields the paths to all values of a JSON document."""
+    """Yield the paths to all values of a JSON document."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in items:
         yield (*path, key)

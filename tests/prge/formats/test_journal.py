@@ -75,7 +75,7 @@ def test_damage_before_the_last_line_is_an_error(tmp_path: Path) -> None:
 
 
 def _signed(content: str) -> bytes:
-    """Returns a line with a valid checksum, whatever its content is."""
+    """Return a line with a valid checksum, whatever its content is."""
     return f'{{"crc32":"{zlib.crc32(content.encode()):08x}","record":{content}}}\n'.encode()
 
 

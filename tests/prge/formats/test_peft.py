@@ -149,7 +149,7 @@ def test_one_error_lists_every_bad_tensor(tmp_path: Path) -> None:
 
 
 def test_an_adapter_of_another_lora_a_or_scale_can_only_generate(tmp_path: Path, template: Path) -> None:
-    """Programs of LoRA-FA that train and score have the bundle's lora_A inside them."""
+    """Programs of LoRA-FA that train and score contain the bundle's lora_A."""
     for name, seed, alpha in (("other", 5, 4), ("scaled", 0, 8)):
         other = write_folder(tmp_path / name, tensors(seed=seed), lora_alpha=alpha)
         with raises(AdapterError, "adapter-does-not-fit", containing="2 of 2"):
@@ -158,7 +158,7 @@ def test_an_adapter_of_another_lora_a_or_scale_can_only_generate(tmp_path: Path,
 
 
 def test_a_smaller_adapter_of_any_scale_can_be_trained_on(tmp_path: Path, template: Path) -> None:
-    """Of LoRA: it computes what PEFT computes, and what it lacks can still learn."""
+    """The adapter computes what PEFT computes, and modules that it lacks can still learn."""
     modules = tuple(replace(module, trains_a=True) for module in MODULES)
     (module, other) = modules
     small = (AdaptedModule(module.name, 1, module.in_features, module.out_features),)
@@ -315,7 +315,7 @@ def test_a_folder_that_another_process_is_writing_is_ignored(tmp_path: Path, tem
 
 
 def test_a_full_disk_leaves_the_old_folder(tmp_path: Path, template: Path) -> None:
-    """Simulated by a limit on the size of files."""
+    """A limit on the size of files simulates a full disk."""
     write_peft(tmp_path / "out", some_adapter(1), template)
     code = textwrap.dedent(f"""
         import resource, sys
@@ -341,7 +341,7 @@ def test_a_folder_that_cannot_be_written_is_reported(tmp_path: Path, template: P
 
 
 def small_model(seed: int = 0) -> Any:
-    """A model of two linear layers, as PEFT adapts it."""
+    """Return a model of two linear layers, as PEFT adapts it."""
     import torch
 
     torch.manual_seed(seed)
@@ -380,7 +380,7 @@ def test_what_peft_writes_is_read(tmp_path: Path, dtype: str) -> None:
 
 
 def test_modules_have_pefts_ranks_and_alphas(tmp_path: Path) -> None:
-    """Of a whole name or its end; PEFT computes alpha / rank of each module by its own."""
+    """A pattern is a whole name or its end; PEFT computes each module's alpha / rank from its own values."""
     model = written_by_peft(tmp_path, rank_pattern={"0.q_proj": 3}, alpha_pattern={"v_proj": 5})
     adapter = read_lora(tmp_path)
     assert [module.rank for module in adapter.modules] == [3, 2]
@@ -538,7 +538,7 @@ def test_an_adapter_of_the_bundle_needs_no_lora_a_of_its_own(tmp_path: Path, tem
 
 
 def test_an_adapter_of_another_program_has_its_own_lora_a(tmp_path: Path, template: Path) -> None:
-    """Scaled by its own alpha and rank; the lora_b of what it lacks are 0: of a rank, and of a module."""
+    """The adapter keeps its own scale; lora_b is 0 for ranks and modules that the adapter lacks."""
     (module, other) = MODULES
     small = (AdaptedModule(module.name, 1, module.in_features, module.out_features),)
     arrays = tensors(small, seed=3)

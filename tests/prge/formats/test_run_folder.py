@@ -133,7 +133,7 @@ def test_links_pipes_and_devices_are_refused_without_blocking(
 
 
 def test_a_run_folder_is_private(tmp_path: Path) -> None:
-    """Its log quotes rows, and its journal has values computed from rows."""
+    """A run's log quotes rows, and its journal has values computed from rows."""
     RunLog(tmp_path / "run").close()
     with run_lock(tmp_path / "other"):
         pass

@@ -65,7 +65,7 @@ def test_the_key_is_private_and_created_once(own_home: Path) -> None:
 
 
 def is_own_in_another_process(path: Path, **environment: str) -> bool:
-    """Whether another process, with this or another environment, recognizes a file."""
+    """Return whether another process, with this or another environment, recognizes a file."""
     script = (
         "import pathlib, sys; from prge.formats.stored_settings import is_own;"
         "print(is_own(pathlib.Path(sys.argv[1]).read_bytes(), 'a'))"

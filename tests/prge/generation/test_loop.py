@@ -35,7 +35,7 @@ def make_request(
 
 
 def alone(request: Request, **engine: Any) -> list[int]:
-    """Returns the tokens of a completion by definition: one token after the other, in a new sequence."""
+    """Return the tokens of a completion by definition: one token after the other, in a new sequence."""
     model = NumpyGenerationEngine(**{"context": 4096, **engine})
     sequence = model.open(request.adapter)
     choice = TokenSampler(request.settings.sampling)

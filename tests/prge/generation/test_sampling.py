@@ -42,7 +42,7 @@ def sampled(logits: FloatArray, history: list[int], count: int = 200, **given: A
 
 
 def allowed(logits: FloatArray, history: list[int], chosen: SamplingSettings) -> dict[int, float]:
-    """Probability of each token that can follow: the filters one after another, by their definitions."""
+    """Return the probability of each token that passes the filters, computed by their definitions."""
     scores = {token: float(value) for token, value in enumerate(logits)}
     penalty = chosen.repetition_penalty
     for token in set(history):

@@ -19,7 +19,7 @@ TEXTS = st.text(st.sampled_from("ab cé你😀\n the film was"), max_size=30)
 
 @cache
 def tokenizers() -> dict[str, Tokenizer]:
-    """Byte-level; SentencePiece-like with the bytes of unknown characters; and without them."""
+    """Return tokenizers by name: byte-level, and SentencePiece-like with and without byte fallback."""
     return {
         "byte-level": Tokenizer(byte_level_backend(), bos_id=1, eos_id=2),
         "byte fallback": Tokenizer(byte_fallback_backend(), bos_id=1, eos_id=2),
@@ -32,7 +32,7 @@ def parts(stream: TextStream, tokens: Sequence[int]) -> list[str]:
 
 
 def byte_tokens(content: bytes) -> list[int]:
-    """Tokens of the tokenizer with byte fallback."""
+    """Return the tokens of bytes in the tokenizer with byte fallback."""
     return [3 + byte for byte in content]
 
 

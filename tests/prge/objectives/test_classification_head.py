@@ -9,7 +9,7 @@ from prge.objectives.classification_head import Head, fit_cross_fitted, fit_head
 
 
 def test_recovers_the_posterior_of_gaussian_classes() -> None:
-    """For Gaussian classes of one covariance the log-odds are linear and known."""
+    """The log-odds of Gaussian classes of one covariance are linear and known."""
     random = np.random.default_rng(0)
     means = np.array([[1.0, 0.0, 0.5], [-0.5, 1.0, 0.0]])
     mix = np.array([[1.0, 0.0, 0.0], [0.5, 1.0, 0.0], [0.0, 0.3, 0.7]])
@@ -46,7 +46,7 @@ def test_names_a_class_without_rows() -> None:
 
 
 def test_is_as_confident_as_it_is_right_on_rows_it_has_not_seen() -> None:
-    """More features than rows: a plain fit would be sure of everything and often wrong."""
+    """With more features than rows, a plain fit would be sure of everything and often wrong."""
     random = np.random.default_rng(1)
     labels = random.integers(0, 3, 2400)
     states = random.normal(size=(2400, 300)) + 1.5 * np.eye(3, 300)[labels]
@@ -70,7 +70,7 @@ def test_learns_nothing_from_noise(rows: int) -> None:
 
 
 def test_is_never_surer_than_its_rows_allow() -> None:
-    """Classes far apart: rows that were never wrong say that an error is rarer than one in so many."""
+    """Rows that were never wrong only show that an error is rarer than one in their number."""
     random = np.random.default_rng(4)
     labels = np.arange(30) % 3
     states = (random.normal(size=(30, 8)) * 1e-6 + np.eye(3, 8)[labels]).astype(np.float32)

@@ -145,7 +145,7 @@ RAGGED = [
 
 
 def by_torch(logprobs: torch.Tensor, examples: Sequence[Example]) -> torch.Tensor:
-    """Returns the losses of one copy, computed target by target."""
+    """Return the losses of one copy, computed target by target."""
     left, losses = iter(logprobs), []
     for example in examples:
         scores = [torch.zeros((), dtype=torch.float64)] * example.candidates
@@ -211,7 +211,7 @@ PAGE = Path(__file__).resolve().parents[3] / "docs/how-to/extend.md"
 
 
 def margin() -> Any:
-    """The loss of docs/how-to/extend.md."""
+    """Return the loss of docs/how-to/extend.md."""
     code = PAGE.read_text(encoding="utf-8").split("class Margin:")[1].split("\n\n\n")[0]
     assert len([line for line in code.splitlines() if line.strip()]) <= 12
     page: dict[str, Any] = {"np": np, "labels_of": labels_of}

@@ -49,7 +49,7 @@ def parent(child_code: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def is_there(process: int) -> bool:
-    """Whether a process exists and isn't a zombie."""
+    """Return whether a process exists and isn't a zombie."""
     with suppress(OSError):
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False
@@ -75,7 +75,7 @@ def test_a_child_ends_with_its_parent(parent: subprocess.Popen[str], how: signal
 
 
 def test_a_parent_that_has_ended_before_takes_its_child_along(child_code: str) -> None:
-    """The parent ends before the child calls the kernel, so the child already has another parent."""
+    """The parent ends before the child calls the kernel, when the child already has another parent."""
     environment = {**os.environ, "PRGE_STARTER": str(os.getppid())}
     done = subprocess.run(
         [sys.executable, "-c", child_code], env=environment, capture_output=True, timeout=30, check=False

@@ -71,7 +71,7 @@ def test_another_users_is_refused(cache: Path, which: str) -> None:
 
 
 def test_one_that_can_not_be_closed_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on file systems without modes."""
+    """This simulates a file system without modes."""
     path = planted(cache, 0o777)
     make = os.mkdir
     monkeypatch.setattr(os, "mkdir", lambda name, *_, **__: (make(name), os.chmod(name, 0o777)))

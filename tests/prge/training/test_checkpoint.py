@@ -55,7 +55,7 @@ def template(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def checkpoints(tmp_path: Path, template: Path) -> Path:
-    """Checkpoints of steps 5 and 10."""
+    """Return checkpoints of steps 5 and 10."""
     folder = tmp_path / "checkpoints"
     for step in (5, 10):
         save_checkpoint(folder, _state(step), template)

@@ -126,7 +126,7 @@ def test_activation_checkpoints_above_the_limit_are_stored_in_a_file() -> None:
 
 
 def test_an_exact_step_saves_residuals_in_the_memory_that_weights_leave() -> None:
-    """Of 2 rows of 16 tokens: of the head at 3 positions, and of each adapter's small product."""
+    """There are 2 rows of 16 tokens: the head saves 3 positions, and each adapter a small product."""
     outputs = 8 * 64 + 4 * 128 + 2 * 64
     whole = 4 * 2 * (16 * (outputs + 2 * 4) + 3 * 1000)
     weights = WEIGHTS.layers + WEIGHTS.transposed
@@ -280,7 +280,7 @@ def test_an_export_takes_more_with_a_larger_table_and_more_roles() -> None:
     ],
 )
 def test_tokens_whose_hidden_states_are_held_at_once(changes: dict[str, Any], tokens: int, rows: int) -> None:
-    """Microbatches of 512 tokens, and 8,192 states of tokens with every copy or direction."""
+    """Microbatches have 512 tokens, and all copies or directions together hold 8,192 hidden states."""
     fields = {"sequences": 1000, "tokens": 16, "targets": 3, "vocabulary_size": 64}
     shape = StepShape(**{**fields, **changes})
     assert (shape.tokens_at_once, shape.states, shape.rows) == (tokens, shape.copies * tokens, rows)

@@ -56,7 +56,7 @@ def store(engine: NumpyEngine, tmp_path: Path) -> Iterator[RunStore]:
 
 
 def identity(**changes: Any) -> Record:
-    """Of a run with the recipe."""
+    """Return the identity of a run with the recipe."""
     hashes = dict.fromkeys(("bundle", "train", "dev", "task", "adapter", "tokens", "objective"), "")
     return {"kind": "start", **hashes, "settings": replace(RECIPE, **changes).to_record()}
 
@@ -111,7 +111,7 @@ def test_an_interrupted_session_continues_to_the_same_bits(
 def test_it_may_end_before_the_recipes_last_step(
     engine: NumpyEngine, data: SessionData, store: RunStore
 ) -> None:
-    """Learning rates are those of the whole recipe."""
+    """A shorter session has the learning rates of the whole recipe."""
     begin(store)
     session = open_session(RECIPE, engine, data, store, until=4)
     session.train(SilentObserver())

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models and bundles, created by the first attack."""
+    """Return a folder with models and bundles, which the first attack creates."""
     return tmp_path_factory.mktemp("attack")
 
 

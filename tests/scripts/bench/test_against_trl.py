@@ -14,7 +14,7 @@ from tests.workshop import FolderBuilder
 
 @pytest.fixture(scope="module")
 def demo_bundle(made_once: FolderBuilder) -> Path:
-    """The demo's model with LoRA on all linear layers."""
+    """Return the demo's model with LoRA on all linear layers."""
     arguments = ["--target-modules", "all-linear", "--adapter", "lora", "--roles", "backward"]
 
     def make(folder: Path) -> None:

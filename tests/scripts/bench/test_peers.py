@@ -21,7 +21,7 @@ SMALL = replace(TRIALS["smollm2-135m"], batch=2, tokens=16)
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a small model and a small trial of its shape."""
+    """Return a folder with a small model and a small trial of its shape."""
     monkeypatch.setattr(peers, "TRIALS", {"small": SMALL})
     monkeypatch.setitem(CONFIGURATIONS, SMALL.shape, {**CONFIGURATIONS[SMALL.shape], "vocab_size": 512})
     save_random_model(tmp_path / "model", f"{SMALL.shape}:tiny")

@@ -52,7 +52,7 @@ class Derived:
     inputs: Tensors
 
     def call(self, role: str, changes: Mapping[str, torch.Tensor] | None = None) -> list[torch.Tensor]:
-        """Returns the outputs of a role, with autograd for inputs that require gradients."""
+        """Return the outputs of a role, with autograd for inputs that require gradients."""
         inputs = self.inputs | dict(changes or {})
         if role != JVP:
             # In the backward roles every row has a copy.
@@ -84,7 +84,7 @@ def chain_of(architecture: str, folder: Path, scheme: str, rank: int, trains_a: 
 
 
 def derived_of(architecture: str, folder: Path, scheme: str = "fp32", rank: int = RANK) -> list[Derived]:
-    """Returns the block types of a tiny model, with the weights of the first block of each.
+    """Return the block types of a tiny model, with the weights of the first block of each.
 
     If the name of the architecture ends in ` lora`, both adapter matrices are trained.
     """
@@ -94,7 +94,7 @@ def derived_of(architecture: str, folder: Path, scheme: str = "fp32", rank: int 
 
 
 def with_weights(chain: ModelChain, number: int) -> Block:
-    """Returns the block of a type with the tensors of one block."""
+    """Return the block of a type with the tensors of one block."""
     block = chain.block_types[chain.type_of[number]].block
     for name, tensor in chain.tensors(number).items():
         get_attribute(block.graph_module, name).copy_(tensor)
@@ -127,7 +127,7 @@ def derived(chain: ModelChain, number: int) -> Derived:
 
 
 def gradients_of(of_type: Derived, grad_output: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Returns the output, and autograd's gradients of hidden states and adapter."""
+    """Return the output, and autograd's gradients of hidden states and adapter."""
     differentiated = {
         name: of_type.inputs[name].clone().requires_grad_() for name in ("hidden_states", *of_type.adapter)
     }
@@ -165,7 +165,7 @@ def test_gradients_are_those_of_autograd_for_each_row_of_the_adapter(
 
 
 def linear_layers(block: Block) -> list[str]:
-    """Returns the names of the weights with more than one row that a block multiplies by."""
+    """Return the names of the weights with more than one row that a block multiplies by."""
     graph = block.graph_module.graph
     weights = [node.args[1] for node in graph.find_nodes(op="call_function", target=aten.linear.default)]
     read = [weight if weight.op == "get_attr" else weight.args[0] for weight in weights]

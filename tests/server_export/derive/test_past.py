@@ -64,7 +64,7 @@ class Derived:
         self.members, self.window = causal.members, causal.window
 
     def shape(self, value: str) -> torch.Size:
-        """Returns the shape of an input of a chunk that holds the past."""
+        """Return the shape of an input of a chunk that holds the past."""
         shape: torch.Size = self.blocks[PREFILL].inputs[Port(value)].meta["val"].shape
         return shape
 
@@ -83,7 +83,7 @@ class Derived:
         }
 
     def mask(self, start: int, end: int) -> torch.Tensor:
-        """Returns the mask of tokens [start, end) over all tokens up to `end`: [members x tokens, end]."""
+        """Return the mask of tokens [start, end) over all tokens up to `end`: [members x tokens, end]."""
         table = next(table for table in self.tables if table.type == "causal")
         return table.of(end)[:, start:].reshape(-1, end)
 

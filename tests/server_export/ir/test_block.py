@@ -17,7 +17,7 @@ WIDTH, RANK = 8, 2
 
 
 def adapted_block() -> Block:
-    """Hidden states [copies x batch, tokens, width] through a frozen layer, with an adapter for each copy."""
+    """Return a block of a frozen layer and an adapter per copy, for [copies x batch, tokens, width]."""
     graph = Graph()
     rows = COPIES * BATCH
     state = new_input(graph, Port("hidden_states"), torch.empty(rows, TOKENS, WIDTH, device="meta"))

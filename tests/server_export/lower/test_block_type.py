@@ -257,7 +257,7 @@ def test_constants_of_one_method_are_in_the_file_only_with_that_method(tmp_path:
 
 @pytest.fixture(scope="module")
 def lowered() -> tuple[LoweredBlockType, dict[str, torch.Tensor]]:
-    """A block type with an int4 layer, and the constants of a block."""
+    """Return a block type with an int4 layer, and the constants of a block."""
     exported = program(quantized(Layer(), "8da4w"), meta(*HIDDEN_STATES))
     return lower_block_type({"score": exported}, SIZES.values()), tensors(exported)
 

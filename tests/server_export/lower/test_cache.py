@@ -66,7 +66,7 @@ def cached(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, LoweredBlock
 
 @pytest.fixture
 def filled(cached: tuple[Path, LoweredBlockType], tmp_path: Path) -> LoweredBlockType:
-    """The block type in the cache `tmp_path / "cache"`."""
+    """Return the block type in the cache `tmp_path / "cache"`."""
     shutil.copytree(cached[0], tmp_path / "cache")
     return cached[1]
 
@@ -74,7 +74,7 @@ def filled(cached: tuple[Path, LoweredBlockType], tmp_path: Path) -> LoweredBloc
 def test_the_same_graph_with_other_weights_is_a_hit(
     filled: LoweredBlockType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch.export doesn't even trace it."""
+    """With a cached program, torch.export doesn't even trace the block."""
     monkeypatch.setattr(cache, "lower_block_type", None)
     monkeypatch.setattr(SizedMethod, "program", None)
     block = Layer(seed=1)

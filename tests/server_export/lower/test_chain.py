@@ -55,7 +55,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def upper(model: Path, tmp_path_factory: pytest.TempPathFactory) -> WrittenChain:
-    """A model with adapters only in its last block."""
+    """Return a model with adapters only in its last block."""
     return write_chain(model, tmp_path_factory.mktemp("upper") / "bundle", [LAYERS - 1], [JVP, BACKWARD])
 
 

@@ -42,7 +42,7 @@ QUERY, DOWN = "encoder.layer.0.attention.self.query", "encoder.layer.0.output.de
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a `model`, and an adapter of it, `trained`."""
+    """Return a folder with a `model`, and an adapter of it, `trained`."""
     folder = tmp_path_factory.mktemp("encoder")
     trained_adapter(save_model(folder / "model", "bert", **SHALLOW["bert"]), folder / "trained", size=0.1)
     return folder

@@ -18,7 +18,7 @@ Publish = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A trained adapter."""
+    """Return a trained adapter."""
     root = tmp_path_factory.mktemp("trained")
     return trained_adapter(save_model(root / "llama", "llama"), root / "adapter")
 
@@ -31,7 +31,7 @@ def hub() -> Iterator[Hub]:
 
 @pytest.fixture
 def publish(trained: Path, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Publish:
-    """Runs the verb with a token, and sees that it is shown and written nowhere."""
+    """Return a function that runs the verb with a token, and checks that the token is written nowhere."""
 
     def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
         variables = {

@@ -62,7 +62,7 @@ def blocks_of(model: Model, adapted: int = 0) -> tuple[GraphModule, list[ModelBl
 
 
 def matrices_of(names: Sequence[str]) -> dict[str, Matrix]:
-    """Returns placeholders as matrices of an adapter, each of a layer with the placeholder's name."""
+    """Return placeholders as matrices of an adapter, each of a layer with the placeholder's name."""
     return {name: Matrix("b", name, WIDTH, WIDTH) for name in names}
 
 

@@ -82,7 +82,7 @@ def test_the_blocks_in_order_compute_the_model(adapted: int) -> None:
 
 
 def test_shared_values_come_from_the_block_that_computes_them() -> None:
-    """Shared are each layer's part of one value, and keys; the last block starts at a single live value."""
+    """Blocks share each layer's part of one value, and keys; the last block starts at a single live value."""
     _, blocks, _ = cut_model(4)
     assert [len(block.shared_out) for block in blocks] == [4, 0, 1, 0, 0, 0, 0]
     assert [block.shared_in for block in blocks] == [(), (0,), (1,), (2, 4), (3, 4), (), ()]

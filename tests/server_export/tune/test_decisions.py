@@ -110,7 +110,7 @@ def test_training_gets_a_third_of_the_minutes_even_after_a_long_export() -> None
 
 
 def test_the_time_of_a_search_includes_all_of_its_runs() -> None:
-    """For 120 steps: at most six runs of 10 steps and three of 30, each with a start and two evaluations."""
+    """With 120 steps there are at most six runs of 10 steps and three of 30, with two evaluations each."""
     runs = 6 * (2 + 10 + 1) + 3 * (2 + 30 + 1)
     final = 2 + 120 + 11 * 0.5
     assert decisions.training_seconds(120, PACE, searched=True) == runs + final

@@ -23,14 +23,14 @@ pytestmark = needs_compiler
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache."""
+    """Return an empty cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("PRGE_NATIVE_LIBRARY", raising=False)
     return tmp_path / "cache" / "prge" / "native"
 
 
 def compiler(folder: Path, script: str) -> str:
-    """A program in place of the compiler."""
+    """Write a program that takes the place of the compiler."""
     folder.mkdir(exist_ok=True)
     path = folder / "compiler"
     path.write_text(f"#!/bin/sh\n{script}\n")
@@ -95,7 +95,7 @@ def test_a_cache_that_cant_be_written_is_named(
 
 
 def test_a_user_without_a_home_is_reported(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on Android, where the shell's user has no entry."""
+    """On Android the shell's user has no entry."""
 
     def nowhere() -> Path:
         raise RuntimeError("Could not determine home directory.")
@@ -124,7 +124,7 @@ def test_a_library_built_elsewhere_is_accepted(
 
 
 def test_the_command_builds_a_library_that_finds_its_neighbours(cache: Path, tmp_path: Path) -> None:
-    """All libraries are in one folder, as in a bundle for a device."""
+    """The library finds the libraries that are in its own folder."""
     libraries = build.stock_package() / "lib"
     for name in build.LINKED:
         shutil.copy(libraries / f"lib{name}.so", tmp_path)
@@ -148,7 +148,7 @@ def test_any_compiler_and_package_can_be_named() -> None:
 def test_a_check_of_the_runtime_that_fails_ends_the_call_and_not_the_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the calling thread, where the runtime would abort."""
+    """The check runs in the calling thread, where the runtime would abort."""
     source = tmp_path / "failing.cpp"
     source.write_text(f"""
         #include "{build.SOURCE}"

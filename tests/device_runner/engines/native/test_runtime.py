@@ -46,7 +46,7 @@ pytestmark = needs_compiler
 
 @pytest.fixture(scope="module", params=["fp32", "8da4w"])
 def scheme(request: pytest.FixtureRequest) -> str:
-    """The weights' quantization scheme."""
+    """Return the weights' quantization scheme."""
     return str(request.param)
 
 
@@ -54,13 +54,13 @@ def scheme(request: pytest.FixtureRequest) -> str:
 def lowered(
     request: pytest.FixtureRequest, scheme: str, make_blocks: Callable[[str, bool], LoweredBlocks]
 ) -> LoweredBlocks:
-    """Blocks of each scheme, with static and dynamic shapes."""
+    """Return blocks of each scheme, with static and dynamic shapes."""
     return make_blocks(scheme, request.param)
 
 
 @pytest.fixture(scope="module")
 def dynamic(make_blocks: Callable[[str, bool], LoweredBlocks]) -> LoweredBlocks:
-    """Blocks with dynamic shapes."""
+    """Return blocks with dynamic shapes."""
     return make_blocks("fp32", True)
 
 

@@ -65,7 +65,7 @@ class Scene:
 
 @pytest.fixture(scope="module")
 def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
-    """One server for all tests, each of which attacks it in another way."""
+    """Yield one server for all tests, each of which attacks it differently."""
     folder = tmp_path_factory.mktemp("hostile")
     keys = folder / "keys"
     make_keys(keys, [], ["honest", "enemy"])
@@ -202,7 +202,7 @@ def test_forbidden_requests_of_a_device_are_refused(scene: Scene, name: str) -> 
 def test_messages_that_flower_fails_on_only_affect_their_sender(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NaN times, if they were not refused."""
+    """Without a refusal, these messages would lead to times that are NaN."""
     monkeypatch.setattr("device_runner.fleet.network.flower.math.isfinite", lambda value: True)
     task = scene.task()
     scene.enemy.push(scene.enemy.reply(task, b"x", created_at=float("nan")))
@@ -223,7 +223,7 @@ def test_an_answer_counts_once(scene: Scene) -> None:
 
 
 class TestStranger:
-    """Requests without a key."""
+    """Requests without a key are refused."""
 
     def _connect(self, scene: Scene) -> ssl.SSLSocket:
         context = ssl.create_default_context(cafile=str(scene.keys / "server" / "ca.pem"))
@@ -264,7 +264,7 @@ class TestStranger:
             assert f" {status} ".encode() in connection.recv(100)
 
     def test_gets_one_last_response(self, scene: Scene) -> None:
-        """Pipelined requests, garbage after the last response, and an invalid body."""
+        """The requests are pipelined, followed by garbage, or have an invalid body."""
         request = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
         for content in (
             request.replace(b"POST", b"GET") * 500 + b"nonsense\r\n\r\n" * 5000,
@@ -278,7 +278,7 @@ class TestStranger:
         assert "Traceback" not in log.read_text()
 
     def test_keeps_nobody_out(self, scene: Scene) -> None:
-        """Incomplete heads, no heads and no handshakes: the oldest connections make room."""
+        """If connections have incomplete heads, no heads or no handshakes, the oldest ones make room."""
         host, port = scene.link.address.split(":")
         with contextlib.ExitStack() as stack:
             for index in range(MOST_STRANGERS + 100):
@@ -291,7 +291,7 @@ class TestStranger:
 
 
 def test_an_incomplete_head_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slow requests: the first one of a connection, and one after another request."""
+    """The first request of a connection is slow, or one after another request."""
     monkeypatch.setattr("device_runner.fleet.network.admission.SECONDS_TO_ASK", 1.0)
     with superlink(tmp_path / "server", "127.0.0.1", 0, None, most_bytes=0) as link:
         host, port = link.address.split(":")

@@ -60,7 +60,7 @@ def _measured(queries: int = 3, examples: int = 4) -> Measurement:
 def test_participations_are_bounded_and_no_step_has_a_row_twice(
     seed: int, steps: int, examples: int, windows: list[int]
 ) -> None:
-    """Holds for any number of windows, and wherever in its order a device begins."""
+    """This holds for any number of windows, and wherever in its order a device begins."""
     sampler = CyclicRows(_split(windows), examples, seed)
     sampler.offset = seed % 7
     seen = [Counter(example.row for example in sampler.examples_at(step)) for step in range(steps)]

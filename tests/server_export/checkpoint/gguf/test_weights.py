@@ -126,7 +126,7 @@ def test_experts_are_read_one_by_one(tmp_path: Path, monkeypatch: Any) -> None:
 
 
 def test_transformers_tables_exist() -> None:
-    """transformers' tables have no public interface: this test fails first if they change."""
+    """transformers' tables have no public interface; this test fails first if the tables change."""
     from transformers.integrations import GGUF_CONFIG_MAPPING
     from transformers.integrations.gguf import (
         GGUF_CONFIG_ARCHS,

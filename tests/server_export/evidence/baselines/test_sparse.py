@@ -40,7 +40,7 @@ SETTINGS = method_settings("sparse-bp", memory_share=0.9)
 
 @pytest.fixture(autouse=True)
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Analyses take one step, at a rate that changes a model with random weights."""
+    """Let analyses take one step, at a rate that changes a model with random weights."""
     monkeypatch.setattr("server_export.evidence.baselines.sparse.ANALYSIS_STEPS", 1)
     monkeypatch.setattr("server_export.evidence.baselines.sparse.ANALYSIS_RATE", 1e-3)
 

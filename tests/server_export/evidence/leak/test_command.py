@@ -27,7 +27,7 @@ def output(_: str) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with `model`, `rows.jsonl` of texts and `task.yaml`."""
+    """Return a folder with `model`, `rows.jsonl` of texts and `task.yaml`."""
     save_model(tmp_path / "model", "llama")
     lines = [
         json.dumps({"text": f"some {word} here", "label": index % 2}) for index, word in enumerate("abcd")

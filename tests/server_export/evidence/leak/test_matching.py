@@ -19,7 +19,7 @@ OBJECTIVES: list[MatchingObjective] = ["dlg", "cosine"]
 
 @pytest.fixture(scope="module")
 def trained() -> AttackTarget:
-    """The demo's trained model, since random embeddings carry no meaning."""
+    """Return the demo's trained model, since random embeddings carry no meaning."""
     return open_target(LeakSettings(model="demo", rows=Path("demo"), target_modules=["o_proj", "down_proj"]))
 
 

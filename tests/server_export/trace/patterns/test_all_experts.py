@@ -17,7 +17,7 @@ COUNT, SELECTED, TOKENS, WIDTH = 6, 2, 5, 4
 
 
 def graph_of_layer(others: float, act: Callable[[torch.Tensor], torch.Tensor]) -> ModelGraph:
-    """Returns the graph of a layer whose router replaces all but the largest scores by another number."""
+    """Return the graph of a layer whose router replaces all but the largest scores by another number."""
 
     def layer(state: torch.Tensor) -> torch.Tensor:
         logits = torch.cat([state, state[:, :2]], -1)

@@ -31,7 +31,7 @@ def folded(
 
 
 def read(weights: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-    """Returns the readout of a decoder's logits."""
+    """Return the readout of a decoder's logits."""
     return SOFTMAX_PARTS(weights, state[..., :1].float(), torch.zeros_like(state[..., :1]).long())
 
 
@@ -92,7 +92,7 @@ def test_biases_are_computed_for_the_row_only() -> None:
 
 
 def test_a_bias_of_each_key_joins_the_keys() -> None:
-    """As with ALiBi, wherever the bias comes from: the scores only get a mask."""
+    """As with ALiBi, the scores only get a mask, wherever the bias comes from."""
 
     def biased(state: torch.Tensor) -> torch.Tensor:
         number = torch.tanh(state[..., 0])[:, None, :].expand(-1, state.shape[1], -1)
