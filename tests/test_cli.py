@@ -50,7 +50,7 @@ def test_help_lists_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
         assert all(f"\n  {name} " in text and verb.help in text for name, verb in VERBS.items())
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"prge {__version__}\n"
 
@@ -116,7 +116,7 @@ def test_debug_keeps_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
         main(["report", "nowhere"])
 
 
-def test_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
+def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     child = prge("inspect", str(make_bundle(tmp_path / "bundle")), stdout=writing, stderr=subprocess.PIPE)

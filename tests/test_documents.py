@@ -63,7 +63,7 @@ def defines(sources: str, flag: str) -> bool:
 
 
 @pytest.mark.parametrize("document", LINKING, ids=named)
-def test_links_lead_somewhere(document: Path) -> None:
+def test_links_lead_to_existing_documents(document: Path) -> None:
     for link, anchor in re.findall(
         r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", document.read_text(encoding="utf-8")
     ):
@@ -134,7 +134,7 @@ def test_the_readme_is_short() -> None:
     assert len(README.read_text(encoding="utf-8").split()) <= 1200
 
 
-def test_the_table_of_verbs_has_all() -> None:
+def test_the_table_of_verbs_is_complete() -> None:
     page = (REPOSITORY / "docs/reference/verbs.md").read_text(encoding="utf-8")
     assert sorted(re.findall(r"^\| `prge (\w+)`", page, re.MULTILINE)) == sorted(VERBS)
 

@@ -66,7 +66,7 @@ def call(
 
 
 @pytest.mark.parametrize("text", SURROGATES)
-def test_words_of_the_command_line_that_are_no_utf8(call: Call, text: str) -> None:
+def test_arguments_that_are_not_utf8_are_refused(call: Call, text: str) -> None:
     for arguments in (
         ["--prompt", text],
         ["--prompt", text, "--chat"],
@@ -85,12 +85,14 @@ def test_words_of_the_command_line_that_are_no_utf8(call: Call, text: str) -> No
 
 
 @pytest.mark.parametrize("text", ODD_TEXTS[1:])
-def test_odd_words_are_texts(numpy_model: NumpyModel, call: Call, text: str) -> None:
+def test_unusual_arguments_are_texts(numpy_model: NumpyModel, call: Call, text: str) -> None:
     assert call("generate", "--prompt", text)[:2] == (0, numpy_model.answers(text, max_tokens=4).text + "\n")
 
 
 @pytest.mark.parametrize("content", NOT_UTF8)
-def test_standard_input_that_is_no_utf8(numpy_model: NumpyModel, call: Call, content: bytes) -> None:
+def test_standard_input_that_is_not_utf8_is_refused(
+    numpy_model: NumpyModel, call: Call, content: bytes
+) -> None:
     code, _, err = call("generate", "--prompt", "-", given=content)
     assert code == 2 and "standard input is not UTF-8" in err and "byte " in err
     code, out, err = call("chat", given=content + b"\nthe film was\n")
@@ -98,7 +100,7 @@ def test_standard_input_that_is_no_utf8(numpy_model: NumpyModel, call: Call, con
     assert (code, out) == (0, answer.text + "\n") and "the line is not UTF-8" in err
 
 
-def test_standard_input_with_odd_texts(numpy_model: NumpyModel, call: Call) -> None:
+def test_standard_input_may_have_unusual_texts(numpy_model: NumpyModel, call: Call) -> None:
     for text in ODD_TEXTS:
         expected = numpy_model.answers(text, max_tokens=4).text
         assert call("generate", "--prompt", "-", given=text.encode() + b"\r\n")[:2] == (0, expected + "\n")
@@ -165,7 +167,7 @@ def rows_of_a_format(folder: Path, text: str | bytes) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("text", [*SURROGATES, *NOT_UTF8])
-def test_rows_that_are_no_utf8(
+def test_rows_that_are_not_utf8_are_refused(
     numpy_model: NumpyModel, call: Call, tmp_path: Path, text: str | bytes
 ) -> None:
     model = numpy_model.bundle.chain.model
@@ -177,7 +179,7 @@ def test_rows_that_are_no_utf8(
             read_prompts(path, Prompts(numpy_model.tokenizer))
 
 
-def test_values_that_json_has_no_type_for(numpy_model: NumpyModel, tmp_path: Path) -> None:
+def test_values_without_a_json_type_in_messages_are_refused(numpy_model: NumpyModel, tmp_path: Path) -> None:
     """The values are dates, durations and bytes within messages, and templates take JSON."""
     import datetime
 
@@ -193,7 +195,7 @@ def test_values_that_json_has_no_type_for(numpy_model: NumpyModel, tmp_path: Pat
 
 
 @pytest.mark.parametrize("text", SURROGATES)
-def test_feedback_that_is_no_utf8(numpy_model: NumpyModel, text: str) -> None:
+def test_feedback_that_is_not_utf8_is_refused(numpy_model: NumpyModel, text: str) -> None:
     examples = FeedbackExamples(numpy_model.tokenizer, numpy_model.bundle.chain.model)
     messages = [{"role": "user", "content": text}]
     for row in (
@@ -208,7 +210,7 @@ def test_feedback_that_is_no_utf8(numpy_model: NumpyModel, text: str) -> None:
     examples.build({"prompt": "a", "answer": "b", "correction": " c"})
 
 
-def test_python(numpy_model: NumpyModel) -> None:
+def test_python_functions_refuse_invalid_texts_and_ids(numpy_model: NumpyModel) -> None:
     model = prge.load(numpy_model.folder)
     expected = numpy_model.answers("the film", max_tokens=4)
     ids = [1, *numpy_model.tokenizer.encode("the film")] if numpy_model.tokenizer.begin else []
@@ -278,7 +280,7 @@ REQUEST = {"model": "base", "prompt": "the film", "max_tokens": 3, "temperature"
 CHAT = {"model": "base", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "temperature": 0}
 
 
-def test_bodies_with_ids_that_are_none(child: Child) -> None:
+def test_requests_with_invalid_ids_are_refused(child: Child) -> None:
     for each in NO_IDS:
         for prompt in ([each], [5, each], [[5], [each]]):
             if prompt in (["1"], [[1]]):  # a list of texts, and one of prompts
@@ -300,7 +302,7 @@ def test_bodies_with_ids_that_are_none(child: Child) -> None:
 
 
 @pytest.mark.parametrize("content", [*NOT_UTF8, b"\\ud800", b"\\udfff\\ud800"])
-def test_bodies_with_texts_that_are_none(child: Child, content: bytes) -> None:
+def test_requests_with_invalid_texts_are_refused(child: Child, content: bytes) -> None:
     text = b'"' + content + b'"'
     bodies = {
         "/v1/completions": [
@@ -330,7 +332,7 @@ def test_bodies_with_texts_that_are_none(child: Child, content: bytes) -> None:
 
 
 @pytest.mark.parametrize("text", ODD_TEXTS)
-def test_bodies_with_odd_texts_are_answered(child: Child, text: str) -> None:
+def test_requests_with_unusual_texts_are_answered(child: Child, text: str) -> None:
     assert child.ask({**REQUEST, "prompt": text, "stop": [text]})[0] == 200
     status, answer = child.ask(
         {**CHAT, "messages": [{"role": "user", "content": text}]}, "/v1/chat/completions"
@@ -341,7 +343,7 @@ def test_bodies_with_odd_texts_are_answered(child: Child, text: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/models/%ff", "/v1/models/%00", "/v1/models/%ed%a0%80", "/%ff%00"])
-def test_paths_that_are_no_texts(child: Child, path: str) -> None:
+def test_paths_that_are_not_texts_are_refused(child: Child, path: str) -> None:
     import http.client
     from contextlib import closing
 

@@ -66,7 +66,7 @@ def written(answers: list[str]) -> str:
     return "".join(f"{answer}\n" for answer in answers)
 
 
-def test_every_answer_knows_all_turns_before_it(numpy_model: NumpyModel, talk: Talk) -> None:
+def test_every_answer_depends_on_all_earlier_turns(numpy_model: NumpyModel, talk: Talk) -> None:
     lines = ("the film was bad", "a dog", "Yes")
     assert talk(*lines) == written(conversation(numpy_model, *lines))
 
@@ -121,7 +121,7 @@ def test_a_path_without_an_adapter_changes_nothing(
     assert "error: nowhere holds no trained adapter" in talk.err
 
 
-def test_quit_ends_and_so_does_the_end_of_the_input(numpy_model: NumpyModel, talk: Talk) -> None:
+def test_quit_and_the_end_of_the_input_end_the_chat(numpy_model: NumpyModel, talk: Talk) -> None:
     assert talk("a dog", "/quit", "a cat") == written(conversation(numpy_model, "a dog"))
     assert talk() == ""
 
@@ -159,12 +159,12 @@ def test_ratings_of_answers_are_saved(numpy_model: NumpyModel, talk: Talk, tmp_p
     assert out == written([first, second, third])
 
 
-def test_without_the_flag_nothing_is_kept(talk: Talk) -> None:
+def test_without_the_flag_no_feedback_is_saved(talk: Talk) -> None:
     talk("a dog", "/good")
     assert "feedback is not saved: start with --feedback FILE" in talk.err
 
 
-def test_a_file_of_other_rows_takes_no_feedback(numpy_model: NumpyModel, tmp_path: Path) -> None:
+def test_a_file_of_other_rows_accepts_no_feedback(numpy_model: NumpyModel, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "a"}\n')
     with raises(DataError, "feedback-foreign", containing=str(path)):
@@ -172,14 +172,14 @@ def test_a_file_of_other_rows_takes_no_feedback(numpy_model: NumpyModel, tmp_pat
     assert path.read_text() == '{"text": "a"}\n'
 
 
-def test_help_and_unknown_commands_say_what_there_is(talk: Talk) -> None:
+def test_help_and_unknown_commands_list_all_commands(talk: Talk) -> None:
     assert talk("/help") == ""
     assert "/adapter NAME|PATH" in talk.err
     assert talk("/rest") == ""
     assert "there is no /rest" in talk.err and "/reset" in talk.err
 
 
-def test_two_slashes_say_one_and_empty_lines_say_nothing(numpy_model: NumpyModel, talk: Talk) -> None:
+def test_two_slashes_stand_for_one_and_empty_lines_are_ignored(numpy_model: NumpyModel, talk: Talk) -> None:
     assert talk("//reset", "", "  ") == written(conversation(numpy_model, "/reset"))
 
 

@@ -56,7 +56,7 @@ def test_one_prompt_is_continued_and_the_speed_is_reported(numpy_model: NumpyMod
     assert "use --chat to apply it to the prompt" in output.err
 
 
-def test_text_is_written_while_it_comes(
+def test_text_is_written_as_it_is_generated(
     numpy_model: NumpyModel, generate: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chunks: list[str] = []
@@ -88,7 +88,7 @@ def test_chat_puts_prompts_and_messages_into_the_template(
     assert generate("--messages", path, "--system", "a cat").out.startswith(numpy_model.answers(system).text)
 
 
-def test_several_prompts_are_made_in_one_batch_and_written_in_order(
+def test_several_prompts_are_completed_in_one_batch_and_written_in_order(
     numpy_model: NumpyModel, generate: Any
 ) -> None:
     output = generate("--prompt", "the film", "a dog", "--prompt", "the town")
@@ -250,7 +250,7 @@ def test_a_prompt_that_is_too_long_names_both_lengths_or_is_cut(
         (["--messages", "nowhere.json"], "nowhere.json can't be answered"),
     ],
 )
-def test_what_makes_no_sense_is_an_error(generate: Any, arguments: list[str], output: str) -> None:
+def test_unusable_arguments_are_an_error(generate: Any, arguments: list[str], output: str) -> None:
     done = generate(*arguments)
     assert done.code == 2
     assert output in done.err
@@ -264,7 +264,7 @@ def test_what_makes_no_sense_is_an_error(generate: Any, arguments: list[str], ou
         ("{", "not JSON"),
     ],
 )
-def test_messages_that_can_not_be_answered_say_why(
+def test_messages_that_cannot_be_answered_are_refused_with_the_reason(
     generate: Any, tmp_path: Path, content: str, output: str
 ) -> None:
     (tmp_path / "messages.json").write_text(content)

@@ -93,7 +93,7 @@ def test_a_bundle_without_an_outline_has_no_estimate(
         inspect(make_bundle(tmp_path / "other", outline={"width": 8}))
 
 
-def test_json_is_the_manifest_and_what_follows_from_it(
+def test_json_has_the_manifest_and_facts_that_follow_from_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make_bundle(tmp_path / "bundle")

@@ -86,7 +86,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("objective", "estimator"), [CASES[0], *second_tier(*CASES[1:])])
-def test_it_learns_what_is_preferred_and_replays(
+def test_a_run_learns_preferences_and_replays(
     settings: RunSettings, objective: ObjectiveName, estimator: Any, tmp_path: Path
 ) -> None:
     how = {"objective": objective, "estimator": estimator, "keep_gradients": estimator == "exact"}
@@ -101,7 +101,7 @@ def test_it_learns_what_is_preferred_and_replays(
     assert "pairs right" in (tmp_path / "report.html").read_text()
 
 
-def test_killed_and_resumed_it_ends_in_the_same_bits(device: Device, settings: RunSettings) -> None:
+def test_a_killed_and_resumed_run_ends_with_the_same_bits(device: Device, settings: RunSettings) -> None:
     run(settings)
     for kept in (True, False):
         out = settings.out.with_name(f"killed {kept}")
@@ -118,7 +118,7 @@ def test_killed_and_resumed_it_ends_in_the_same_bits(device: Device, settings: R
         assert bits(out) == bits(settings.out)
 
 
-def test_the_reference_is_computed_once_and_again_if_it_is_not_whole(
+def test_the_reference_is_computed_once_and_again_if_it_is_incomplete(
     device: Device, settings: RunSettings, tmp_path: Path
 ) -> None:
     path = settings.out / "reference.json"
@@ -153,7 +153,7 @@ def test_the_reference_is_computed_once_and_again_if_it_is_not_whole(
     assert resumed((tmp_path / "second/reference.json").read_bytes())
 
 
-def test_a_step_after_the_pairs_are_right_is_no_better_one(settings: RunSettings) -> None:
+def test_a_step_after_all_pairs_are_right_is_not_better(settings: RunSettings) -> None:
     run(replace(settings, steps=120, beta=2.0, learning_rate=0.05))
     result = evaluations(settings.out)
     best = max(result, key=lambda each: each["value"])
@@ -246,7 +246,7 @@ def test_a_run_of_an_earlier_version_resumes(settings: RunSettings) -> None:
         ),
     ],
 )
-def test_settings_that_have_no_meaning(
+def test_settings_without_a_meaning_are_refused(
     settings: RunSettings, changed: dict[str, Any], code: str, value: str
 ) -> None:
     with raises(ConfigError, code, containing=value):

@@ -41,13 +41,13 @@ def test_rows_are_removed_by_a_text_or_their_numbers(path: Path, capsys: pytest.
 
 
 @pytest.mark.parametrize("arguments", [[], ["--match", ""], ["--match", "a", "--row", "1"]])
-def test_it_must_be_clear_which_rows(path: Path, arguments: list[str]) -> None:
+def test_rows_to_remove_must_be_selected_unambiguously(path: Path, arguments: list[str]) -> None:
     before = path.read_bytes()
     assert main(["rows", "forget", str(path), *arguments]) == 2
     assert path.read_bytes() == before
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     for action in ("show", "forget"):
         assert main(["rows", action, str(tmp_path / "none.jsonl"), "--match", "a"]) == 2
     assert not list(tmp_path.iterdir())

@@ -87,7 +87,7 @@ def _run_to_its_end(
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_it_learns_and_its_journal_makes_the_same_bits_again(
+def test_a_run_learns_and_its_journal_replays_to_the_same_bits(
     device: Device, settings: RunSettings, shared: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(replace(settings, steps=60, share_directions=shared))
@@ -98,7 +98,7 @@ def test_it_learns_and_its_journal_makes_the_same_bits_again(
     assert "the same bits" in capsys.readouterr().out
 
 
-def test_it_reports_its_choices_for_rows_before_and_after_and_what_is_right(
+def test_a_run_reports_its_choices_before_and_after_next_to_the_right_ones(
     device: Device, settings: RunSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device.replaces(monkeypatch, evaluate_verb)
@@ -157,7 +157,7 @@ def _best_loss(settings: RunSettings) -> dict[str, Any]:
     return min(evaluations, key=lambda record: float(record["loss"]))
 
 
-def test_it_ends_with_scores_before_and_after_and_what_to_type_next(
+def test_a_run_ends_with_scores_before_and_after_and_the_next_commands(
     settings: RunSettings, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(replace(settings, quiet=False))
@@ -196,7 +196,7 @@ def test_a_run_of_an_earlier_version_is_refused(settings: RunSettings, position:
     assert {each: each.read_bytes() for each in settings.out.rglob("*") if each.is_file()} == before
 
 
-def test_a_strangers_run_reads_no_file_of_mine(settings: RunSettings, tmp_path: Path) -> None:
+def test_a_foreign_run_reads_no_local_file(settings: RunSettings, tmp_path: Path) -> None:
     """The run's settings name rows of this machine; once the user has named the rows, the run continues."""
     private = tmp_path / "home/private.jsonl"
     private.parent.mkdir()
@@ -236,7 +236,7 @@ def test_a_link_out_of_a_run_that_is_resumed_is_refused(settings: RunSettings, t
         run_verb.main(["--resume", str(settings.out)])
 
 
-def test_the_score_before_costs_one_evaluation_and_a_resumed_run_keeps_it(
+def test_the_score_before_training_costs_one_evaluation_which_a_resumed_run_keeps(
     device: Device, settings: RunSettings, capsys: pytest.CaptureFixture[str]
 ) -> None:
     calls = []
@@ -261,7 +261,7 @@ def _journal(settings: RunSettings) -> list[dict[str, Any]]:
         return journal.records
 
 
-def test_its_summary_describes_the_rows_and_of_the_result(settings: RunSettings) -> None:
+def test_the_summary_describes_the_rows_and_the_result(settings: RunSettings) -> None:
     run(settings)
     summary = json.loads((settings.out / "run.json").read_text())
     data = summary["train"]["data"]
@@ -272,7 +272,7 @@ def test_its_summary_describes_the_rows_and_of_the_result(settings: RunSettings)
     assert summary["run"]["estimators"] == [{"since": 0, "estimator": "tangent"}]
 
 
-def test_a_report_of_it_is_written_however_it_ended(
+def test_a_report_is_written_however_a_run_ended(
     device: Device, settings: RunSettings, tmp_path: Path
 ) -> None:
     device.calls_left = 10
@@ -289,7 +289,7 @@ def test_a_report_of_it_is_written_however_it_ended(
 
 
 @pytest.mark.parametrize("checkpoint_every", [0, 5])
-def test_killed_after_any_calls_and_resumed_it_leaves_the_same_bits_and_counts(
+def test_a_run_killed_after_any_calls_resumes_with_the_same_bits_and_counts(
     device: Device, settings: RunSettings, checkpoint_every: int, tmp_path: Path
 ) -> None:
     settings = replace(settings, checkpoint_every=checkpoint_every, evaluate_every=3)
@@ -457,7 +457,7 @@ def test_epochs_are_steps_and_a_resumed_run_has_the_same_bits(
     assert "1.5 epochs: 8 steps" in (epochs.out / "log.txt").read_text()
 
 
-def test_steps_that_epochs_come_to_fit_the_other_settings(settings: RunSettings) -> None:
+def test_steps_computed_from_epochs_must_fit_the_other_settings(settings: RunSettings) -> None:
     with raises(ConfigError, "settings-unusable", containing="--warmup"):
         run(replace(settings, steps=RunSettings.steps, epochs=1.0, warmup=9))
     assert not (settings.out / "journal.jsonl").exists()
@@ -474,7 +474,7 @@ def test_a_run_reports_which_columns_it_read(settings: RunSettings, tmp_path: Pa
     assert log.count("columns: text from review") == 2
 
 
-def test_scores_of_cut_rows_say_so(
+def test_scores_of_cut_rows_are_marked(
     device: Device, settings: RunSettings, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The note stands next to the score in the log, in metrics.jsonl, and in both forms of `prge eval`."""
@@ -542,7 +542,7 @@ def _today(monkeypatch: pytest.MonkeyPatch, day: str) -> None:
 
 
 @pytest.mark.parametrize("device", [False], indirect=True, ids=["decoder"])
-def test_a_run_keeps_the_day_that_it_began_on(
+def test_a_resumed_run_keeps_the_date_of_its_start(
     device: Device,
     settings: RunSettings,
     tmp_path: Path,
@@ -593,12 +593,12 @@ def test_a_run_isnt_resumed_with_another_task_or_rows(settings: RunSettings) -> 
     assert all(part in str(caught.value) for part in ("train", "steps", "99"))
 
 
-def test_one_process_holds_its_folder(settings: RunSettings) -> None:
+def test_one_process_holds_a_run_folder(settings: RunSettings) -> None:
     with run_lock(settings.out), raises(RunError, "run-in-use", containing=str(os.getpid())):
         run(settings)
 
 
-def test_evaluation_reports_what_the_run_did(
+def test_an_evaluation_has_the_scores_of_the_run(
     device: Device, settings: RunSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(settings)
@@ -680,7 +680,7 @@ def test_a_gradient_that_is_not_finite_is_no_step(
     assert bits(exact.out) == bits(tmp_path / "whole")
 
 
-def test_a_run_that_no_engine_can_be_had_for_has_not_begun(
+def test_a_run_without_a_working_engine_does_not_begin(
     settings: RunSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once the problem is fixed, the same command starts it."""

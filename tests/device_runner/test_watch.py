@@ -12,7 +12,7 @@ from prge.errors import ConfigError, RunError
 from tests.refusals import raises
 
 
-def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_arguments_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with raises(ConfigError, "api-key-in-command", containing="--api-key"):
         watch.main([str(tmp_path), "--api-key=secret"])
     with raises(ConfigError, "settings-unusable", containing="70000"):
@@ -37,7 +37,7 @@ class Listening:
         self.begun()
 
 
-def test_a_browser_is_opened_where_it_has_a_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_browser_is_opened_if_there_is_a_display(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.platform", "linux")
     for name in ("DISPLAY", "WAYLAND_DISPLAY"):
         monkeypatch.delenv(name, raising=False)

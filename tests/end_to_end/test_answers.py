@@ -52,7 +52,7 @@ def evaluation(workshop: Path, run: Path, *arguments: object) -> dict[str, Any]:
     return result
 
 
-def test_what_was_learnt_is_what_the_model_writes(workshop: Path, run: Path) -> None:
+def test_the_model_writes_the_learnt_answers(workshop: Path, run: Path) -> None:
     before, after = evaluation(workshop, run), evaluation(workshop, run, "--adapter", run)
     assert before["exact_match"] < 0.5 < 0.9 < after["exact_match"] <= after["f1"] <= 1
     rows = [json.loads(line) for line in (run.parent / "rows.jsonl").read_text().splitlines()]
@@ -73,7 +73,7 @@ def test_another_metric_of_texts(workshop: Path, run: Path, tmp_path: Path) -> N
     assert "f1" not in result and result["examples"] == 1
 
 
-def test_samples_of_a_run(workshop: Path, run: Path) -> None:
+def test_a_run_writes_samples(workshop: Path, run: Path) -> None:
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
     steps = [(each["step"], each["prompt"]) for each in samples]
     assert steps == [(step, prompt) for step in (0, 100, 200) for prompt in ("aa ?", "bb ?")]

@@ -39,7 +39,7 @@ def test_fit_train_replay(encoder: Path, workshop: Path, tmp_path: Path, argumen
     assert all(np.array_equal(head[name], replayed[name]) for name in head)
 
 
-def test_scored_with_the_head_of_its_run(encoder: Path, workshop: Path, tmp_path: Path) -> None:
+def test_an_encoder_is_scored_with_the_head_of_its_run(encoder: Path, workshop: Path, tmp_path: Path) -> None:
     prge("run", *_arguments(encoder, workshop, tmp_path / "run"))
     arguments = ["--bundle", encoder, "--data", workshop / "dev.jsonl", "--task", workshop / "task.yaml"]
     prge("eval", *arguments, "--adapter", tmp_path / "run", "--json", tmp_path / "eval.json")
@@ -48,7 +48,7 @@ def test_scored_with_the_head_of_its_run(encoder: Path, workshop: Path, tmp_path
     assert alone.returncode == 2 and "has no head.safetensors" in alone.stderr
 
 
-def test_heads_of_another_run_are_taken_if_they_were_fitted_on_the_same(
+def test_heads_of_another_run_are_used_if_they_were_fitted_on_the_same_rows(
     encoder: Path, workshop: Path, tmp_path: Path
 ) -> None:
     arguments, journal = (

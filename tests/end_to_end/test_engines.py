@@ -33,7 +33,7 @@ def native(*arguments: object) -> str:
 
 
 @pytest.mark.parametrize("options", [[], ["--estimator", "exact"]], ids=["tangent", "exact"])
-def test_a_run_without_torch_gives_the_bits_of_one_with_it(
+def test_a_run_without_torch_has_the_bits_of_a_run_with_torch(
     run_arguments: list[object], tmp_path: Path, options: list[object]
 ) -> None:
     native("run", *run_arguments, *options)
@@ -52,7 +52,7 @@ def test_scoring_and_probing_need_no_torch(workshop: Path) -> None:
     assert result == prge("eval", "--bundle", workshop / "bundle", *rows, "--engine", "torch").stdout
 
 
-def test_a_run_may_go_on_with_the_other_engine(run_arguments: list[object], tmp_path: Path) -> None:
+def test_a_run_may_be_resumed_with_the_other_engine(run_arguments: list[object], tmp_path: Path) -> None:
     prge("run", *run_arguments, "--engine", "torch")
     journal = (tmp_path / "run/journal.jsonl").read_bytes()
     native("run", "--resume", tmp_path / "run", "--engine", "native")

@@ -75,7 +75,7 @@ def test_a_batch_counts_rows_whatever_their_candidates(quiz: Path, bundle: Path,
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_replay_makes_the_same_bits(runs: dict[str, Path], tmp_path: Path, name: str) -> None:
+def test_a_replay_ends_with_the_same_bits(runs: dict[str, Path], tmp_path: Path, name: str) -> None:
     assert "the same bits" in prge("replay", runs[name], "--out", tmp_path / "replayed").stdout
 
 

@@ -34,7 +34,7 @@ def losses(run: Path) -> list[float]:
         return [record["loss"] for record in journal.records if record["kind"] == "evaluation"]
 
 
-def test_it_learns_and_says_what_it_did(workshop: Path, tmp_path: Path) -> None:
+def test_an_exact_run_learns_and_records_its_steps(workshop: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     prge(*arguments_of(workshop, workshop / "bundle", out))
     before, *_, after = losses(out)
@@ -47,7 +47,7 @@ def test_it_learns_and_says_what_it_did(workshop: Path, tmp_path: Path) -> None:
     assert len(norms) == 40 and min(norms) > 0
 
 
-def test_a_budget_says_what_it_holds_and_changes_no_bit(
+def test_a_memory_budget_is_logged_and_changes_no_bit(
     workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bundle = workshop / "bundle"
@@ -69,7 +69,7 @@ def test_a_budget_says_what_it_holds_and_changes_no_bit(
     assert len(finals) == 1
 
 
-def test_what_lies_below_the_adapter_is_computed_once_a_row(
+def test_blocks_below_the_adapter_are_computed_once_per_row(
     workshop: Path, upper_bundle: Path, tmp_path: Path
 ) -> None:
     """The run trains on 16 different rows and scores them; the cache changes no bit."""
@@ -86,7 +86,7 @@ def test_what_lies_below_the_adapter_is_computed_once_a_row(
     assert (out / final).read_bytes() == (other / final).read_bytes()
 
 
-def test_an_encoder_learns_under_its_head(encoder: Path, tmp_path: Path) -> None:
+def test_an_encoder_learns_below_its_head(encoder: Path, tmp_path: Path) -> None:
     letters = np.random.default_rng(0).integers(0, 20, (160, 6))
     write_rows(
         tmp_path / "train.jsonl",
@@ -111,7 +111,7 @@ def test_an_encoder_learns_under_its_head(encoder: Path, tmp_path: Path) -> None
     assert after < 0.96 * before
 
 
-def test_a_step_by_tokens_is_that_of_transformers(workshop: Path, tmp_path: Path) -> None:
+def test_a_step_normalised_by_tokens_equals_that_of_transformers(workshop: Path, tmp_path: Path) -> None:
     """The gradient is that of transformers' loss with `num_items_in_batch`, in two calls of unequal rows."""
     import torch
     from peft import PeftModel

@@ -22,7 +22,7 @@ def commands(text: str) -> list[list[str]]:
 
 @pytest.mark.whole
 @pytest.mark.timeout(900)
-def test_step_by_step(tmp_path: Path) -> None:
+def test_the_commands_of_the_document_work_step_by_step(tmp_path: Path) -> None:
     (tmp_path / "server_export").symlink_to(REPOSITORY / "server_export")
     quoted = commands(PAGE.read_text(encoding="utf-8"))
     assert [command[1] for command in quoted] == [

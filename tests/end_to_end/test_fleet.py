@@ -51,7 +51,7 @@ def until(condition: Callable[[], bool], console: Path) -> None:
 
 
 @pytest.mark.whole
-def test_a_fleet_outlives_kills_and_refuses_a_liar(workshop: Path, tmp_path: Path) -> None:
+def test_a_fleet_survives_kills_and_refuses_a_malicious_device(workshop: Path, tmp_path: Path) -> None:
     honest, keys, fleet, port = ("a", "b", "c"), tmp_path / "keys", tmp_path / "fleet", free_port()
     prge("fleet", "keys", keys, "--devices", *honest, "liar")
     lines = (workshop / "train.jsonl").read_text().splitlines(keepends=True)
@@ -107,7 +107,7 @@ def test_a_fleet_outlives_kills_and_refuses_a_liar(workshop: Path, tmp_path: Pat
         assert arrays(state.read_bytes()) == arrays(pack_state(expected))
 
 
-def test_eight_simulated_devices_end_in_the_journals_bits(workshop: Path, tmp_path: Path) -> None:
+def test_eight_simulated_devices_end_with_the_bits_of_the_journal(workshop: Path, tmp_path: Path) -> None:
     arguments: dict[str, object] = {
         "bundle": workshop / "bundle",
         "task": workshop / "task.yaml",

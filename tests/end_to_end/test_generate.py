@@ -67,7 +67,7 @@ def lines(output: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in output.splitlines()]
 
 
-def test_a_run_and_what_was_published_of_it_say_what_peft_says(
+def test_a_run_and_its_published_adapter_complete_texts_like_peft(
     workshop: Path, trained: Path, tmp_path: Path
 ) -> None:
     published = tmp_path / "published"
@@ -89,7 +89,7 @@ def test_a_run_and_what_was_published_of_it_say_what_peft_says(
 
 @pytest.mark.whole
 @pytest.mark.parametrize("name", ["demo", "stories260K", "babyllama"])
-def test_trained_models_write_what_the_merged_model_does(
+def test_trained_models_complete_texts_like_the_merged_model(
     name: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     base = (
@@ -123,7 +123,7 @@ def test_a_conversation_through_a_pipe(workshop: Path, trained: Path) -> None:
     assert "the model has no chat template" in done.stderr
 
 
-def test_a_run_on_a_phone_speaks_there(workshop: Path, trained: Path, tmp_path: Path) -> None:
+def test_a_run_on_a_phone_generates_there(workshop: Path, trained: Path, tmp_path: Path) -> None:
     phone = FakePhone(tmp_path / "fake")
     runs = phone.folder / "runs"
     runs.mkdir()

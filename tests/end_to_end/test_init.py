@@ -60,14 +60,16 @@ def test_exact_gradients_learn(trained: Path) -> None:
 
 
 @pytest.mark.parametrize("estimator", ["tangent", "antithetic"])
-def test_forward_passes_take_steps(spread: Path, workshop: Path, tmp_path: Path, estimator: str) -> None:
+def test_estimators_with_forward_passes_take_steps(
+    spread: Path, workshop: Path, tmp_path: Path, estimator: str
+) -> None:
     out = run(workshop, spread, tmp_path / "run", "--steps", 3, "--estimator", estimator)
     events = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     losses = [event["loss"] for event in events if event["event"] == "step"]
     assert len(losses) == 3 and np.isfinite(losses).all() and len({*losses}) == 3
 
 
-def test_what_was_trained_is_merged_and_written_as_peft_does(
+def test_a_trained_adapter_is_merged_and_written_as_peft_does(
     trained: Path, spread: Path, workshop: Path, tmp_path: Path
 ) -> None:
     prge("publish", trained, "--format", "merged", "--out", tmp_path / "merged")

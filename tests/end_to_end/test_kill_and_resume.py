@@ -199,7 +199,7 @@ def assert_ended_alike(whole: Path, killed: Path, steps: int) -> None:
 @pytest.mark.parametrize(
     "case", ["bundle tangent", *second_tier(*(case for case in KILLS if case != "bundle tangent"))]
 )
-def test_killed_many_times_it_ends_in_the_same_bits(
+def test_a_run_killed_many_times_ends_with_the_same_bits(
     workshop: Path, tmp_path: Path, case: str, request: pytest.FixtureRequest
 ) -> None:
     name, _, estimator = case.partition(" ")
@@ -224,7 +224,7 @@ def lines_of(folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     "instant", ["backward", *second_tier(*(instant for instant in INSTANTS if instant != "backward"))]
 )
-def test_killed_between_blocks_an_exact_run_ends_in_the_same_bits(
+def test_an_exact_run_killed_between_blocks_ends_with_the_same_bits(
     workshop: Path, tmp_path: Path, instant: str
 ) -> None:
     """Kill during the backward pass with one block loaded or with another budget each time, while files are

@@ -73,7 +73,7 @@ def results(learn: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.whole
-def test_it_answers_as_it_was_corrected(workshop: Path, tmp_path: Path) -> None:
+def test_a_server_answers_as_it_was_corrected(workshop: Path, tmp_path: Path) -> None:
     bundle, learn = workshop / "bundle", tmp_path / "learn"
     kept = write_rows(
         tmp_path / "kept.jsonl", [{"prompt": f"{word} !", "completion": " ee"} for word in "abcdef"]
@@ -143,7 +143,7 @@ def test_completions_during_steps_are_those_without_steps(
 
 
 @pytest.mark.whole
-def test_both_processes_keep_a_bound_of_memory(workshop: Path, tmp_path: Path) -> None:
+def test_both_processes_stay_within_a_memory_limit(workshop: Path, tmp_path: Path) -> None:
     bundle, learn = workshop / "bundle", tmp_path / "learn"
     with pytest.raises(RuntimeError, match="StopIteration"), serving(bundle, learn, "--memory", "20MB"):
         pass

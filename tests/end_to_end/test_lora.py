@@ -52,7 +52,9 @@ def test_lora_plus_moves_lora_b_further(workshop: Path, lora_bundle: Path, tmp_p
         assert np.array_equal(plus.lora_a[name], plain.lora_a[name])
 
 
-def test_it_is_scored_served_and_started_from(workshop: Path, lora_bundle: Path, tmp_path: Path) -> None:
+def test_a_lora_adapter_generates_and_is_trained_further(
+    workshop: Path, lora_bundle: Path, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     prge(*arguments_of(workshop, lora_bundle, run))
     written = {}
@@ -69,7 +71,7 @@ def test_it_is_scored_served_and_started_from(workshop: Path, lora_bundle: Path,
     assert refused.returncode == 2 and "lora_A" in output and "--start-adapter" in output
 
 
-def test_an_adapter_from_elsewhere_is_scored_as_peft_computes_it_and_trained_on(
+def test_a_foreign_adapter_is_scored_like_in_peft_and_trained_further(
     workshop: Path, lora_bundle: Path, tmp_path: Path
 ) -> None:
     """An adapter of some modules, of a lower rank, another scale and bfloat16, works in every verb."""
@@ -110,7 +112,7 @@ def test_an_adapter_from_elsewhere_is_scored_as_peft_computes_it_and_trained_on(
     assert all(matrix.any() for matrix in trained.lora_b.values())
 
 
-def test_what_needs_lora_says_so(workshop: Path, tmp_path: Path) -> None:
+def test_settings_that_need_lora_are_refused_without_it(workshop: Path, tmp_path: Path) -> None:
     refused = prge(
         *arguments_of(workshop, workshop / "bundle", tmp_path / "run"), "--lora-plus", 4, check=False
     )

@@ -74,7 +74,7 @@ def verbs(workshop: Path, tmp_path: Path) -> dict[str, Callable[[], Arguments]]:
 
 
 @pytest.mark.parametrize("verb", ["run", "eval", "generate", "fleet simulate"])
-def test_too_little_is_refused_with_the_least_and_the_least_is_kept(
+def test_too_little_memory_is_refused_with_the_minimum_which_suffices(
     verbs: dict[str, Callable[[], Arguments]], verb: str, tmp_path: Path
 ) -> None:
     arguments = verbs[verb]()
@@ -89,19 +89,19 @@ def test_too_little_is_refused_with_the_least_and_the_least_is_kept(
     assert taken >= least / MOST_SHARE
 
 
-def test_chat_refuses_too_little(workshop: Path) -> None:
+def test_chat_refuses_too_little_memory(workshop: Path) -> None:
     refused, _ = child("chat", workshop / "bundle", "--memory", "20MB", code=2)
     assert "--memory 20 MB is too little:" in refused.stdout
 
 
-def test_serve_refuses_too_little(workshop: Path, tmp_path: Path) -> None:
+def test_serve_refuses_too_little_memory(workshop: Path, tmp_path: Path) -> None:
     arguments: Arguments = ["serve", workshop / "bundle", "--port", 0, "--memory", "20MB"]
     for more in ([], ["--learn", tmp_path / "learn"]):
         refused, _ = child(*arguments, *more, code=2)
         assert "--memory 20 MB is too little:" in refused.stdout
 
 
-def test_a_tuning_refuses_too_little_before_its_export(workshop: Path, tmp_path: Path) -> None:
+def test_a_tuning_refuses_too_little_memory_before_its_export(workshop: Path, tmp_path: Path) -> None:
     arguments = ["tune", "--model", workshop / "model", "--data", workshop / "train.jsonl"]
     arguments += ["--task", workshop / "task.yaml", "--out", tmp_path / "out"]
     refused, _ = child(*arguments, "--memory", "20MB", code=2)
@@ -109,7 +109,7 @@ def test_a_tuning_refuses_too_little_before_its_export(workshop: Path, tmp_path:
     assert "prge export" not in refused.stdout and not (tmp_path / "out").exists()
 
 
-def test_a_run_that_took_more_than_was_predicted_says_so(
+def test_a_run_that_needed_more_memory_than_predicted_reports_that(
     verbs: dict[str, Callable[[], Arguments]], tmp_path: Path
 ) -> None:
     """A prediction of zero simulates a wrong prediction."""
@@ -133,7 +133,7 @@ def test_a_run_that_took_more_than_was_predicted_says_so(
 
 
 @pytest.mark.parametrize(("batch", "tokens"), [(1, 32), (4, 16)])
-def test_what_is_predicted_is_what_a_run_takes(
+def test_the_predicted_memory_of_a_run_is_what_it_needs(
     workshop: Path, tmp_path: Path, batch: int, tokens: int
 ) -> None:
     """The minimum that `prge inspect` and tunings predict covers the whole process."""

@@ -64,7 +64,7 @@ def rows(folder: Path, classes: list[str] | list[int]) -> list[object]:
 
 
 @pytest.mark.parametrize("classes", [["Bad", "good", "so-so"], [0, 1, 2]], ids=str)
-def test_rows_of_its_classes_are_scored_as_transformers_does(
+def test_rows_of_the_heads_classes_are_scored_like_in_transformers(
     folder: Path, tmp_path: Path, classes: list[Any]
 ) -> None:
     arguments = ["--bundle", folder / "bundle", "--data", tmp_path / "rows.jsonl", *rows(tmp_path, classes)]
@@ -78,7 +78,7 @@ def test_rows_of_its_classes_are_scored_as_transformers_does(
     )
 
 
-def test_it_is_trained_replayed_and_published(folder: Path, tmp_path: Path) -> None:
+def test_a_checkpoints_own_head_is_trained_replayed_and_published(folder: Path, tmp_path: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForSequenceClassification
 

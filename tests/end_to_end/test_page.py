@@ -47,7 +47,7 @@ def ended(process: subprocess.Popen[str], number: int) -> None:
 
 
 @pytest.mark.whole
-def test_a_bundle_and_a_run_on_the_page(
+def test_the_page_shows_a_bundle_and_a_run(
     workshop: Path, run_arguments: list[object], tmp_path: Path, visit: Callable[..., Any]
 ) -> None:
     prge("run", *run_arguments, "--sample-rows", 1)
@@ -107,7 +107,7 @@ def test_a_run_is_watched_and_stopped_after_its_step(
 
 
 @pytest.mark.whole
-def test_watching_what_is_not_there(tmp_path: Path) -> None:
+def test_watch_refuses_a_missing_folder_and_a_public_host_without_a_key(tmp_path: Path) -> None:
     result = prge("watch", tmp_path / "none", check=False)
     assert result.returncode == 2 and f"{tmp_path / 'none'} is not a folder" in result.stderr
     result = prge("watch", tmp_path, "--host", "0.0.0.0", check=False)

@@ -68,7 +68,7 @@ STARTS = [("upper_bundle", "exact", 4), ("upper_bundle", "exact", 8), ("bundle",
 
 
 @pytest.mark.parametrize(("bundle", "estimator", "batch"), [*STARTS, *second_tier(("bundle", "exact", 16))])
-def test_before_an_adapter_is_trained_every_pair_costs_ln_2_to_the_bit(
+def test_before_training_every_pair_has_a_loss_of_exactly_ln_2(
     workshop: Path, upper_bundle: Path, tmp_path: Path, bundle: str, estimator: str, batch: int
 ) -> None:
     """This holds for int4 too, where a float's last bit in another batch may change the loss by 0.01 nat."""

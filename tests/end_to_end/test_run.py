@@ -28,7 +28,7 @@ def done(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_a_run_folder_holds_everything(done: Path) -> None:
+def test_a_run_folder_has_all_its_files(done: Path) -> None:
     names = {path.name for path in done.iterdir()}
     assert names >= {*"config.yaml journal.jsonl metrics.jsonl checkpoints final run.json log.txt".split()}
     summary = json.loads((done / "run.json").read_text())
@@ -41,7 +41,7 @@ def test_a_run_folder_holds_everything(done: Path) -> None:
     assert "24 rows, 24 examples" in log
 
 
-def test_shards_are_learnt_as_the_whole_file(done: Path, workshop: Path, tmp_path: Path) -> None:
+def test_shards_are_trained_on_like_the_whole_file(done: Path, workshop: Path, tmp_path: Path) -> None:
     lines = (workshop / "train.jsonl").read_text().splitlines(keepends=True)
     shards = tmp_path / "shards"
     shards.mkdir()
@@ -68,7 +68,7 @@ def test_shards_are_learnt_as_the_whole_file(done: Path, workshop: Path, tmp_pat
     assert bad.returncode == 2 and "row 1 of c.jsonl: " in bad.stderr
 
 
-def test_no_word_is_taken_for_the_bundle(done: Path, workshop: Path, tmp_path: Path) -> None:
+def test_no_other_argument_is_taken_for_the_bundle(done: Path, workshop: Path, tmp_path: Path) -> None:
     """`eval` accepts its bundle without a flag, and rows from several files."""
     scored: dict[str, float] = {}
     for name, files in (("twice", ("dev", "train")), ("dev", ("dev",)), ("train", ("train",))):
@@ -91,7 +91,7 @@ def test_no_word_is_taken_for_the_bundle(done: Path, workshop: Path, tmp_path: P
     assert stray.returncode == 2 and "'other' stands alone" in stray.stderr
 
 
-def test_lora_a_is_what_it_was(done: Path, workshop: Path) -> None:
+def test_lora_a_stays_unchanged(done: Path, workshop: Path) -> None:
     before = read_arrays(workshop / "bundle/adapter/adapter_model.safetensors")
     after = read_arrays(done / "final/adapter_model.safetensors")
     assert before.keys() == after.keys()
@@ -138,7 +138,7 @@ def test_a_folder_with_a_run_is_not_overwritten(run_arguments: list[object], don
     assert "holds a run already" in again.stderr and "--resume" in again.stderr
 
 
-def test_resume_of_a_finished_run_changes_nothing(done: Path) -> None:
+def test_resuming_a_finished_run_changes_nothing(done: Path) -> None:
     before = (done / "final/adapter_model.safetensors").read_bytes()
     prge("run", "--resume", done)
     assert (done / "final/adapter_model.safetensors").read_bytes() == before
@@ -151,7 +151,7 @@ def test_a_run_can_be_resumed_from_any_folder(workshop: Path, tmp_path: Path) ->
     prge("run", "--resume", "run", cwd=tmp_path)
 
 
-def test_an_adapter_to_start_from(run_arguments: list[object], done: Path, tmp_path: Path) -> None:
+def test_a_run_starts_from_an_adapter(run_arguments: list[object], done: Path, tmp_path: Path) -> None:
     prge("run", *run_arguments, "--adapter", done, "--steps", 2)
     out = prge("replay", tmp_path / "run", "--out", tmp_path / "replayed").stdout
     assert "the same bits" in out

@@ -97,7 +97,7 @@ def of_chat(tokenizer: Any, row: dict[str, Any]) -> tuple[list[int], list[bool]]
     [(TEXTS, of_text), (COMPLETIONS, of_text), (CHATS, of_chat)],
     ids=["texts", "completions", "chats"],
 )
-def test_scores_are_those_of_transformers(
+def test_scores_equal_those_of_transformers(
     reference: tuple[Any, Any], bundle: Path, tmp_path: Path, rows: Sequence[dict[str, object]], encode: Any
 ) -> None:
     import torch
@@ -120,7 +120,7 @@ def test_scores_are_those_of_transformers(
     assert record["perplexity"] == pytest.approx(math.exp(sum(sums) / sum(counts)), rel=1e-4)
 
 
-def test_answers_are_those_of_transformers(reference: tuple[Any, Any], bundle: Path) -> None:
+def test_answers_equal_those_of_transformers(reference: tuple[Any, Any], bundle: Path) -> None:
     model, tokenizer = reference
     question = [{"role": "user", "content": "What is the capital of France?"}]
     inputs = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt")
@@ -134,12 +134,12 @@ def test_answers_are_those_of_transformers(reference: tuple[Any, Any], bundle: P
     assert answer["reason"] == "stop"
 
 
-def test_the_manifest_says_what_was_rounded(bundle: Path) -> None:
+def test_the_manifest_describes_the_quantization_of_the_file(bundle: Path) -> None:
     source = json.loads((bundle / "manifest.json").read_text())["model"]["source"]
     assert source["description"] == "Q4_1 with Q8_0 embedding"
 
 
-def test_gradients_of_a_quantized_bundle_point_where_autograds_do(
+def test_gradients_of_a_quantized_bundle_have_the_direction_of_autograds(
     reference: tuple[Any, Any], smollm2: Path, tmp_path: Path
 ) -> None:
     """The rows are texts, where most tokens' probabilities are too small for int8 next to the target's."""

@@ -33,7 +33,7 @@ def write_checkpoint(folder: Path) -> Any:
     return model.eval()
 
 
-def test_it_is_trained_and_loads_with_peft(tmp_path: Path) -> None:
+def test_a_text_part_is_trained_and_its_adapter_loads_with_peft(tmp_path: Path) -> None:
     whole = write_checkpoint(tmp_path / "model")
     rows = [{"prompt": f"{number} is", "completion": " yes" if number % 2 else " no"} for number in range(8)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))

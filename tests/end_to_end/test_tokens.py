@@ -24,7 +24,7 @@ ROWS: dict[str, list[dict[str, object]]] = {
 
 @pytest.mark.parametrize("form", ROWS)
 @pytest.mark.parametrize("arguments", [(), ("--control-tokens", "text"), ("--no-append-eos",)], ids=str)
-def test_loss_and_targets_are_those_of_transformers(
+def test_loss_and_targets_equal_those_of_transformers(
     workshop: Path, tmp_path: Path, form: str, arguments: tuple[str, ...]
 ) -> None:
     import torch

@@ -61,7 +61,7 @@ def result_of(out: Path) -> dict[str, Any]:
     return actual
 
 
-def test_it_learns_and_says_what_it_chose(tuned: Path) -> None:
+def test_a_tuning_learns_and_reports_its_decisions(tuned: Path) -> None:
     result = result_of(tuned)
     assert result["score_after"]["loss"] < result["score_before"]["loss"]
     assert result["scored_rows"] == "dev"
@@ -79,7 +79,7 @@ def test_it_learns_and_says_what_it_chose(tuned: Path) -> None:
 
 
 @pytest.mark.whole
-def test_a_tuning_killed_in_every_stage_ends_in_the_same_bits(
+def test_a_tuning_killed_in_every_stage_ends_with_the_same_bits(
     workshop: Path, tuned: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
@@ -103,7 +103,7 @@ def test_other_settings_in_its_folder_are_refused(workshop: Path, tuned: Path) -
     assert f"prge tune --resume {tuned}" in done.stderr
 
 
-def test_a_tuning_that_is_done_is_not_done_again(tuned: Path) -> None:
+def test_a_finished_tuning_is_not_repeated(tuned: Path) -> None:
     journal = (tuned / "run" / "journal.jsonl").read_bytes()
     begin = time.monotonic()
     done = prge("tune", "--resume", tuned)
@@ -120,7 +120,7 @@ def test_a_damaged_record_is_an_error(tuned: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.whole
-def test_rows_that_are_all_equal_have_no_part_to_choose_by(workshop: Path, tmp_path: Path) -> None:
+def test_equal_rows_have_no_development_part(workshop: Path, tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "equal.jsonl", [{"prompt": "aa", "completion": " bb"}] * 12)
     arguments = ["--bundle", workshop / "bundle", "--steps", 4, "--out", tmp_path / "out"]
     done = prge("tune", rows, *arguments, "--json", tmp_path / "tune-result.json")
@@ -131,7 +131,7 @@ def test_rows_that_are_all_equal_have_no_part_to_choose_by(workshop: Path, tmp_p
 
 
 @pytest.mark.whole
-def test_three_rows_and_a_long_one(workshop: Path, tmp_path: Path) -> None:
+def test_a_very_long_row_is_split(workshop: Path, tmp_path: Path) -> None:
     """The long row has a hundred thousand tokens, none of which is lost."""
     texts = ["aa bb " * 17_000, "cc dd", "dd cc"]
     rows = write_rows(tmp_path / "texts.jsonl", [{"text": text} for text in texts])
@@ -200,7 +200,7 @@ def test_an_empty_completion_is_reported_with_its_row(workshop: Path, tmp_path: 
 
 
 @pytest.mark.whole
-def test_rates_that_diverge_in_the_search_are_not_taken(
+def test_rates_that_diverge_in_the_search_are_not_chosen(
     workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(decisions, "RATES", (0.01, 1e30))
@@ -233,7 +233,7 @@ def test_a_full_disk_is_reported_and_leaves_no_bundle(
 
 
 @pytest.mark.whole
-def test_a_rate_at_which_all_diverges_is_no_candidate(workshop: Path, tmp_path: Path) -> None:
+def test_a_rate_at_which_every_run_diverges_is_no_candidate(workshop: Path, tmp_path: Path) -> None:
     """If the user insists on the rate, the final run's message says what to do."""
     arguments = [*tune_arguments(workshop, tmp_path / "out"), "--learning-rate", 1e30]
     done = prge(*arguments, check=False)
@@ -254,7 +254,7 @@ def test_a_missing_model_is_reported_at_once(
     assert time.monotonic() - begin < 60
 
 
-def test_rows_that_arent_there_leave_nothing_half_done(workshop: Path, tmp_path: Path) -> None:
+def test_missing_rows_leave_no_files(workshop: Path, tmp_path: Path) -> None:
     arguments = ["--bundle", workshop / "bundle", "--out", tmp_path / "out"]
     done = prge("tune", tmp_path / "none.jsonl", *arguments, check=False)
     assert done.returncode == 2 and "none.jsonl" in done.stderr

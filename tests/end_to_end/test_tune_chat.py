@@ -36,7 +36,7 @@ def tuned(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out"
 
 
-def test_it_learns_whole_test_rows(tuned: Path) -> None:
+def test_a_tuning_improves_the_score_of_uncut_test_rows(tuned: Path) -> None:
     result: dict[str, Any] = json.loads((tuned.parent / "result.json").read_text())
     assert result["score_after"]["perplexity"] < 0.7 * result["score_before"]["perplexity"]
     assert "cut_examples" not in result["score_after"]
@@ -54,7 +54,7 @@ def test_all_stages_have_one_date_and_columns_that_are_not_read_are_named(tuned:
     assert any(note.endswith("a.jsonl: columns: messages; not read: id") for note in actual["rows"])
 
 
-def test_an_answer_ends_by_itself_as_it_was_learnt(tuned: Path, tmp_path: Path) -> None:
+def test_an_answer_ends_with_the_learnt_end_token(tuned: Path, tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "What did the dog see?"}]
     (tmp_path / "asked.json").write_text(json.dumps(messages))
     arguments = ["--messages", tmp_path / "asked.json"]
@@ -63,7 +63,7 @@ def test_an_answer_ends_by_itself_as_it_was_learnt(tuned: Path, tmp_path: Path) 
     assert answer["text"].startswith("It saw") and answer["text"].endswith("end.")
 
 
-def test_the_template_goes_along_with_the_adapter(tuned: Path) -> None:
+def test_the_adapter_has_the_template_of_the_bundle(tuned: Path) -> None:
     template = (tuned / "adapter/chat_template.jinja").read_text()
     assert template == (tuned / "bundle/tokenizer/chat_template.jinja").read_text()
     assert "Assistant:" in template

@@ -113,7 +113,9 @@ def test_paths_with_nul_are_refused(given: dict[str, Any], tmp_path: Path) -> No
     assert not (given["out"] / "journal.jsonl").exists()
 
 
-def test_calls_from_threads(given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_work_from_threads(
+    given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Calls give the same bits as in the main thread, and don't change signal handlers."""
     expected = prge.run(**given)
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]

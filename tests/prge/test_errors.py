@@ -26,7 +26,7 @@ CLASSES = [
 ]
 
 
-def test_message_holds_what_happened_and_the_remedy() -> None:
+def test_a_message_has_what_happened_and_the_remedy() -> None:
     error = RunError("the disk is full", remedy="free some storage")
     assert str(error) == "the disk is full\n  free some storage"
     assert (error.what, error.remedy) == ("the disk is full", "free some storage")
@@ -99,7 +99,9 @@ def test_only_the_first_of_many_problems_are_listed() -> None:
         (KeyError(), "it can't be done: KeyError: KeyError\n  do it otherwise"),
     ],
 )
-def test_a_library_s_own_exception_is_a_refusal_with_its_first_line(raised: Exception, message: str) -> None:
+def test_a_librarys_own_exception_becomes_a_refusal_with_its_first_line(
+    raised: Exception, message: str
+) -> None:
     known = (ValueError, KeyError)
     with (
         pytest.raises(Refusal) as caught,

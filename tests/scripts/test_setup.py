@@ -46,7 +46,7 @@ def start(
     )
 
 
-def test_demo_passes_its_arguments_on_where_the_caller_stands(checkout: Path, tmp_path: Path) -> None:
+def test_the_demo_passes_its_arguments_on_in_the_callers_folder(checkout: Path, tmp_path: Path) -> None:
     child = start(checkout, "demo.sh", "--out", "my demo", cwd=tmp_path)
     assert (child.returncode, child.stderr) == (0, "")
     assert child.stdout == f"python|{tmp_path}|{checkout}/scripts/demo.py|--out|my demo|\n"
@@ -121,7 +121,7 @@ def test_a_missing_python_is_reported(checkout: Path, tmp_path: Path) -> None:
     assert not (checkout / ".venv").exists()
 
 
-def test_ci_says_what_is_left_out_for_lack_of_a_tool(checkout: Path, tmp_path: Path) -> None:
+def test_ci_reports_which_tests_a_missing_tool_skips(checkout: Path, tmp_path: Path) -> None:
     """Without permission to install it, a missing tool is no failure."""
     shutil.copytree(SCRIPTS.parent / ".ci", checkout / ".ci")
     programs = tmp_path / "bin"

@@ -134,7 +134,9 @@ def test_a_decoder_can_be_exported_with_pooled_states(llama_folder: Path, tmp_pa
     assert bundle.chain.is_encoder and bundle.pooling == "mean"
 
 
-def test_rows_that_are_longer_than_the_model_has_positions(llama_folder: Path, tmp_path: Path) -> None:
+def test_rows_that_are_longer_than_the_model_has_positions_are_refused(
+    llama_folder: Path, tmp_path: Path
+) -> None:
     with raises(ConfigError, "positions-too-few", containing="sequence_length is 65"):
         export(config(llama_folder, tmp_path / "bundle", sequence_length=65))
     assert list(tmp_path.iterdir()) == []

@@ -160,7 +160,7 @@ def test_a_gradient_of_another_shape_is_refused() -> None:
         engine.vjp(make_call(engine), np.sum)
 
 
-def test_a_session_trains_it_as_torch_would(tmp_path: Path) -> None:
+def test_a_session_trains_the_engine_like_torch(tmp_path: Path) -> None:
     """prge's loop, loss, estimator and optimizer equal autograd and PyTorch's Adam."""
     engine, rows = make_engine("llama").to(torch.float32), bigram_completions(8)
     recipe = Recipe(

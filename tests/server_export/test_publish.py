@@ -398,7 +398,7 @@ def test_a_full_disk_leaves_nothing(saved: Path, small_disk: Callable[[str], Pat
     assert list(disk.iterdir()) == []
 
 
-def test_the_output_must_be_apart_from_the_inputs(bundle: Bundle, trained: Path, tmp_path: Path) -> None:
+def test_the_output_must_be_outside_of_the_inputs(bundle: Bundle, trained: Path, tmp_path: Path) -> None:
     run_folder = make_run(tmp_path / "run", bundle, trained)
     for out in (run_folder, run_folder / "final", run_folder / "final/sub", bundle.folder / "x", tmp_path):
         refused(RunError, "out-within-input", source=run_folder, out=out, overwrite=True)

@@ -83,7 +83,7 @@ def test_exit_codes_and_output_arrive(daemon: Daemon) -> None:
 
 
 @pytest.mark.whole
-def test_which_device(daemon: Daemon) -> None:
+def test_the_device_is_selected_by_its_serial(daemon: Daemon) -> None:
     environment = dict(daemon.environment)
     other = daemon.prge("status", "--serial", "nobody", check=2).stderr
     assert f"There is no device nobody. Connected devices: {SERIAL}" in other
@@ -113,7 +113,7 @@ def test_doctor(daemon: Daemon, phone: Path) -> None:
 
 
 @pytest.mark.whole
-def test_push_sends_what_differs(daemon: Daemon, phone: Path, runtime: Path) -> None:
+def test_push_sends_only_changed_files(daemon: Daemon, phone: Path, runtime: Path) -> None:
     arguments = ["push", runtime, "--folder", phone]
     assert "0 files sent" in daemon.prge(*arguments).stdout
     (phone / "runtime" / "run.sh").write_text("damaged")
@@ -168,7 +168,7 @@ def test_a_run_with_a_difficult_name(
 
 
 @pytest.mark.whole
-def test_killed_three_times_it_ends_in_the_same_bits(
+def test_a_run_killed_three_times_ends_with_the_same_bits(
     daemon: Daemon, phone: Path, run_arguments: list[object]
 ) -> None:
     # Enough steps that the run is still running when it is killed for the third time, even on a slow machine.
@@ -286,7 +286,7 @@ def test_a_full_device(
 
 
 @pytest.mark.whole
-def test_the_daemon_comes_back(daemon: Daemon, phone: Path) -> None:
+def test_a_restarted_daemon_is_reached_again(daemon: Daemon, phone: Path) -> None:
     daemon.kill()
     begin = time.monotonic()
     assert daemon.prge("status", "--folder", phone, check=2).stderr.startswith("prge android: error:")

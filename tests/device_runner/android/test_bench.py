@@ -147,7 +147,7 @@ def test_unusable_settings_are_refused_at_once(
     assert message in fake.prge("bench", *arguments, code=2).stderr
 
 
-def test_a_phone_that_lacks_something_or_the_file_of_another_phone(fake: FakePhone, tmp_path: Path) -> None:
+def test_unprepared_phones_and_results_of_another_phone_are_refused(fake: FakePhone, tmp_path: Path) -> None:
     path = tmp_path / "phone.json"
     path.write_text(json.dumps({"prge": "0.0.1", "phone": {}, "trials": {}}))
     error = fake.prge("bench", "texts", "--json", path, code=2).stderr

@@ -72,13 +72,13 @@ def dead_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("serial", [None, "phone", "127.0.0.1:5555"])
-def test_a_server_of_adb_that_is_dead_is_no_missing_device(dead_server: None, serial: str | None) -> None:
+def test_a_dead_adb_server_is_not_reported_as_a_missing_device(dead_server: None, serial: str | None) -> None:
     with raises(DeviceError, "adb-failed", containing="adb devices") as caught:
         Adb(serial)
     assert "adb kill-server" in caught.value.remedy
 
 
-def test_ports_are_not_none_where_adb_fails(dead_server: None) -> None:
+def test_a_failure_to_list_forwarded_ports_is_an_error(dead_server: None) -> None:
     adb = Adb.__new__(Adb)
     adb.executable, adb.serial, adb.quick_seconds = "adb", "phone", 60.0
     with raises(DeviceError, "adb-failed", containing="adb forward --list"):

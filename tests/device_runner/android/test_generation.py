@@ -94,7 +94,7 @@ def test_chat_reads_lines_of_this_computer(phone: FakePhone) -> None:
         (("../first",), "../first is not a bundle"),
     ],
 )
-def test_what_can_not_generate_is_an_error_of_this_computer(
+def test_unusable_runs_are_refused_on_this_computer(
     phone: FakePhone, arguments: tuple[str, ...], message: str
 ) -> None:
     assert message in phone.prge("chat", *arguments, code=2).stderr

@@ -72,7 +72,7 @@ def settings(folder: Path, archive: LocalArchive, **changes: Any) -> BundleSetti
 
 
 @pytest.mark.whole
-def test_the_newest_packages_are_taken_and_a_lock_takes_them_again(
+def test_the_newest_packages_are_used_and_a_lock_selects_them_again(
     archive: LocalArchive, runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Relative paths and paths with spaces work, although the called programs have other working folders."""
@@ -101,7 +101,7 @@ def test_the_newest_packages_are_taken_and_a_lock_takes_them_again(
 
 
 @pytest.mark.whole
-def test_a_lock_with_versions_that_the_archive_no_longer_has(
+def test_a_lock_with_versions_that_the_archive_no_longer_has_is_refused(
     archive: LocalArchive, runtime: Path, tmp_path: Path
 ) -> None:
     with raises(PrgeError, "archive-lacks-versions", containing="libc6 2.") as caught:
@@ -152,7 +152,9 @@ def test_unsigned_or_changed_content_is_refused(archive: LocalArchive, tmp_path:
 
 
 @pytest.mark.whole
-def test_an_archive_that_lacks_packages_or_does_not_exist(archive: LocalArchive, tmp_path: Path) -> None:
+def test_an_archive_that_lacks_packages_or_does_not_exist_is_reported(
+    archive: LocalArchive, tmp_path: Path
+) -> None:
     with raises(PrgeError, "archive-lacks-packages", containing="a-name, b-name"):
         names = ["libc6", "b-name", "a-name"]
         download_debian(names, "amd64", tmp_path, Archive(archive.address, archive.keys))
@@ -183,7 +185,7 @@ def test_a_wheel_that_differs_from_the_lock_is_refused(runtime: Path, tmp_path: 
         ('{"machine": "arm64", "packages": {"debian": {}, "wheels": {}}}', "lock-of-other-machine", "arm64"),
     ],
 )  # fmt: skip
-def test_what_is_no_lock_is_refused(tmp_path: Path, content: str, code: str, value: str) -> None:
+def test_a_file_that_is_not_a_lock_is_refused(tmp_path: Path, content: str, code: str, value: str) -> None:
     path = tmp_path / "lock.json"
     path.write_text(content)
     with raises(ConfigError, code, containing=value):
@@ -195,7 +197,7 @@ def test_a_lock_of_a_runtime_without_fleets_lacks_their_packages() -> None:
         Lock(Path("lock"), {}, {}).named(["flwr"], "wheels")
 
 
-def test_a_lock_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_lock_is_reported(tmp_path: Path) -> None:
     need_packages()
     with raises(ConfigError, "lock-unreadable", containing="no.json"):
         build_runtime(BundleSettings(out=tmp_path / "out", machine="amd64", lock=tmp_path / "no.json"))

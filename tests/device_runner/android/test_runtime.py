@@ -19,18 +19,18 @@ from tests.refusals import raises
 MOST_MEGABYTES, MOST_FLEET_MEGABYTES = 140, 220
 
 
-def test_a_folder_that_is_there_is_kept(tmp_path: Path) -> None:
+def test_an_existing_folder_is_kept(tmp_path: Path) -> None:
     with raises(RunError, "folder-exists", containing=str(tmp_path)):
         build_runtime(BundleSettings(out=tmp_path))
 
 
-def test_a_compiler_that_is_missing(tmp_path: Path) -> None:
+def test_a_missing_compiler_is_reported(tmp_path: Path) -> None:
     with raises(EngineError, "compiler-missing", containing="nothing++"):
         build_runtime(BundleSettings(out=tmp_path / "runtime", compiler="nothing++"))
 
 
 @pytest.mark.parametrize("name", ["", ".", "../x", "a/b", "-flag", "line\nbreak", "back\\slash"])
-def test_names_that_a_run_can_not_have(name: str) -> None:
+def test_invalid_names_of_runs_are_refused(name: str) -> None:
     with raises(DeviceError, "name-unusable", containing=ascii(name)):
         check_name(name)
 

@@ -180,7 +180,7 @@ def test_a_server_survives_adb_and_restarts_after_the_phone_was_off(server: Serv
 
 
 @pytest.mark.whole
-def test_ports_and_names_that_are_in_use(server: Server, tmp_path: Path) -> None:
+def test_ports_and_names_that_are_in_use_are_refused(server: Server, tmp_path: Path) -> None:
     holder = server.daemon.network.start(
         [sys.executable, "-m", "http.server", "--bind", "127.0.0.1", PORT],
         stdout=-3, stderr=-3, cwd=tmp_path,
@@ -311,7 +311,9 @@ def test_rows_of_a_tuning_are_sent_only_to_a_server_that_learns(
         (("--adapter", "nobody"), "no run of that name on fake"),
     ],
 )
-def test_what_is_refused(fake: FakePhone, tmp_path: Path, arguments: tuple[str, ...], output: str) -> None:
+def test_unusable_settings_are_refused(
+    fake: FakePhone, tmp_path: Path, arguments: tuple[str, ...], output: str
+) -> None:
     bundle = make_bundle(tmp_path / "bundle")
     assert output in fake.prge("serve", "--bundle", bundle, *arguments, code=2).stderr
     assert not (fake.folder / "jobs").exists() or not list((fake.folder / "jobs").glob("*/key"))

@@ -202,14 +202,14 @@ def test_a_gradient_of_another_shape_than_the_outputs_is_refused() -> None:
     assert gradient.dtype == np.float32
 
 
-def test_what_the_runtime_refuses_is_explained() -> None:
+def test_refusals_of_the_runtime_are_explained() -> None:
     engine = Zeros(DECODER, 1)
     with raises(EngineError, "engine-failed", containing="0x12"):
         engine.forward(call_with(TokenSequence((63,))))
     engine.forward(call_with(FIRST))
 
 
-def test_the_pool_is_of_one_size_while_an_engine_is_used() -> None:
+def test_the_number_of_threads_is_fixed_while_an_engine_is_used() -> None:
     engine = Zeros(DECODER, 2)
     assert not check_threads(None, 2) and not check_threads(2, 2)
     with raises(EngineError, "threads-differ", containing="2"):

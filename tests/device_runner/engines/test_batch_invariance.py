@@ -175,7 +175,7 @@ def check(scene: Scene, role: str, rows: Sequence[int], copies: int) -> None:
 
 
 @pytest.mark.parametrize(("role", "copies"), CALLS, ids=CALL_NAMES)
-def test_a_row_among_all_others_is_what_it_is_alone(scene: Scene, role: str, copies: int) -> None:
+def test_a_row_among_all_others_has_the_bits_of_the_row_alone(scene: Scene, role: str, copies: int) -> None:
     for rows in ([*range(len(LENGTHS))], [*reversed(range(len(LENGTHS)))]):
         check(scene, role, rows, copies)
 
@@ -183,13 +183,13 @@ def test_a_row_among_all_others_is_what_it_is_alone(scene: Scene, role: str, cop
 @pytest.mark.parametrize(("role", "copies"), CALLS, ids=CALL_NAMES)
 @FEW
 @given(rows=ROWS)
-def test_a_row_among_any_others_is_what_it_is_alone(
+def test_a_row_among_any_others_has_the_bits_of_the_row_alone(
     scene: Scene, role: str, copies: int, rows: list[int]
 ) -> None:
     check(scene, role, rows, copies)
 
 
-def test_every_role_answers_the_same(scene: Scene) -> None:
+def test_every_role_has_the_same_outputs(scene: Scene) -> None:
     """A run therefore starts with exactly its reference scores."""
     for row in range(len(LENGTHS)):
         expected = scene.alone(FORWARD, row)[0][0].tobytes()
@@ -198,7 +198,9 @@ def test_every_role_answers_the_same(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("copies", [1, 2, 8])
-def test_a_copy_of_the_adapter_is_computed_alike_with_any_number_of_others(scene: Scene, copies: int) -> None:
+def test_a_copy_of_the_adapter_has_the_same_outputs_with_any_number_of_others(
+    scene: Scene, copies: int
+) -> None:
     rows = [3, 0, 5]
     few, _ = scene.outputs(FORWARD, rows, copies)
     many, _ = scene.outputs(FORWARD, rows, copies=9)
@@ -206,7 +208,7 @@ def test_a_copy_of_the_adapter_is_computed_alike_with_any_number_of_others(scene
         assert one.tobytes() == other[:copies].tobytes()
 
 
-def test_a_gradient_is_the_same_whether_values_are_saved_for_it_or_not(scene: Scene) -> None:
+def test_a_gradient_is_the_same_with_and_without_residuals(scene: Scene) -> None:
     assert scene.opened.store.residual_bytes
     call = scene.call(range(len(LENGTHS)))
     (outputs, saved), (again, computed) = (
@@ -243,7 +245,7 @@ def examples_of(scene: Scene) -> list[Example]:
     ]
 
 
-def test_an_examples_scores_and_loss_are_its_own(scene: Scene) -> None:
+def test_an_examples_scores_and_loss_do_not_depend_on_other_examples(scene: Scene) -> None:
     chain, engine = scene.bundle.chain, scene.opened.engine
     adapter = random_adapter(chain.modules, 2, 0.1)
     head = Head(3, chain.width) if chain.is_encoder else None
@@ -265,7 +267,7 @@ def test_an_examples_scores_and_loss_are_its_own(scene: Scene) -> None:
 
 
 @pytest.mark.whole
-def test_rows_in_chunks_are_what_they_are_alone(long_rows: Path) -> None:
+def test_rows_in_chunks_have_the_bits_of_rows_alone(long_rows: Path) -> None:
     scene = Scene(open_bundle(long_rows), (150, 20, 64, 65, 20, 97))
     for role, copies in CALLS:
         check(scene, role, [*range(len(scene.lengths))], copies)
@@ -288,7 +290,7 @@ def long_rows(made_once: FolderBuilder, monkeypatch: pytest.MonkeyPatch) -> Path
 
 
 @pytest.mark.whole
-def test_rows_of_smollm2_in_int4_are_what_they_are_alone(made_once: FolderBuilder, smollm2: Path) -> None:
+def test_rows_of_smollm2_in_int4_have_the_bits_of_rows_alone(made_once: FolderBuilder, smollm2: Path) -> None:
     """Through 30 layers with int8 activations the last bit of a float grows to tenths of a nat."""
 
     def fill(folder: Path) -> None:

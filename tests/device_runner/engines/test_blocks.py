@@ -86,7 +86,7 @@ def refused(folder: Path, *codes: str, containing: str, engine: str = "native") 
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", [BLOCK, EMBEDDING, HEAD])
-def test_a_changed_weights_file_is_noticed_with_a_packed_file_and_without(
+def test_a_changed_weights_file_is_detected_with_and_without_a_packed_file(
     folder: Path, engine: str, name: str
 ) -> None:
     """The engine maps packed weights and reads the others from the weights file."""
@@ -173,7 +173,7 @@ def without_specs(chain: dict[str, Any]) -> None:
             del method["input_specs"], method["output_specs"]
 
 
-def test_a_manifest_has_specs_of_all_methods_and_one_without_opens(folder: Path) -> None:
+def test_a_manifest_has_specs_of_all_methods_and_a_manifest_without_specs_opens(folder: Path) -> None:
     chain = open_bundle(folder).chain
     assert all(method.has_specs for program in chain.programs for method in program.methods.values())
     before, learned = answer(folder), gradient(folder)
@@ -196,7 +196,7 @@ def test_a_manifest_has_specs_of_all_methods_and_one_without_opens(folder: Path)
         (lambda c: forget_saved(c["programs"][1]), "9 outputs"),
     ],
 )
-def test_a_manifest_of_other_shapes_than_the_programs_is_refused(
+def test_a_manifest_with_shapes_that_differ_from_the_programs_is_refused(
     folder: Path, how: Callable[[Any], object], value: str, older: bool
 ) -> None:
     if older:
@@ -214,7 +214,7 @@ def test_a_manifest_of_other_shapes_than_the_programs_is_refused(
         "float32 [8, 4, 16, 64, 1]",
     ],
 )
-def test_specs_that_are_not_the_programs_are_refused(folder: Path, engine: str, spec: str) -> None:
+def test_specs_that_differ_from_the_programs_are_refused(folder: Path, engine: str, spec: str) -> None:
     def lie(chain: dict[str, Any]) -> None:
         chain["programs"][1]["methods"]["forward"]["input_specs"][0] = spec
 
@@ -238,7 +238,7 @@ def shards(chain: dict[str, Any], count: int) -> None:
         (2, "program-of-other-signature", "float32 [16, 1, 64]"),
     ],
 )
-def test_a_head_of_another_number_of_shards_than_was_written_is_refused(
+def test_a_head_with_another_number_of_shards_is_refused(
     folder: Path, count: int, code: str, value: str
 ) -> None:
     change(folder, lambda chain: shards(chain, count))
@@ -246,7 +246,7 @@ def test_a_head_of_another_number_of_shards_than_was_written_is_refused(
         gradient(folder)
 
 
-def test_blocks_that_dont_hand_on_states_of_one_width_are_refused(folder: Path) -> None:
+def test_blocks_with_hidden_states_of_different_widths_are_refused(folder: Path) -> None:
     """A head in place of a block takes hidden states and outputs none."""
     from device_runner.engines.shapes import MethodShapes, block_problems
     from device_runner.engines.tables import Tables
@@ -302,7 +302,7 @@ def test_an_invalid_tables_file_is_refused(folder: Path, content: bytes) -> None
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", [PROGRAM, BLOCK, HEAD])
-def test_content_that_may_end_the_engine_ends_a_child_alone(folder: Path, engine: str, name: str) -> None:
+def test_content_that_may_crash_the_engine_only_ends_a_child(folder: Path, engine: str, name: str) -> None:
     """Half of a file is noise with a correct hash; some of these files still load."""
     content, whole = (folder / name).read_bytes(), answer(folder, engine)
     for seed in range(3):
@@ -325,7 +325,7 @@ def packed_of(cache: Path) -> list[Path]:
     return sorted(path for path in cache.iterdir() if path.suffix == "" and path.name != "lock")
 
 
-def test_a_packed_file_of_the_backward_pass_is_made_again_wherever_it_is_damaged(
+def test_a_packed_file_of_the_backward_pass_is_written_again_wherever_it_is_damaged(
     folder: Path, cache: Path
 ) -> None:
     """Damage of transposed weights, which only the backward pass reads, must be detected."""
@@ -338,7 +338,7 @@ def test_a_packed_file_of_the_backward_pass_is_made_again_wherever_it_is_damaged
         assert {path: path.read_bytes() for path in packed_of(cache)} == whole
 
 
-def test_packed_files_that_are_gone_meanwhile_end_no_call(folder: Path, cache: Path) -> None:
+def test_packed_files_that_disappear_end_no_call(folder: Path, cache: Path) -> None:
     """With memory for one block's weights each block is mapped again in every call, in both directions."""
     bundle = open_bundle(folder)
     largest = max(bundle.file(block.weights).stat().st_size for block in bundle.chain.blocks)

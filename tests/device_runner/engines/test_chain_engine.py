@@ -71,7 +71,7 @@ def close(result: Array, expected: Array, tolerance: float = 2e-5) -> bool:
 
 
 @pytest.mark.parametrize(("copies", "sequences"), STACKS)
-def test_outputs_are_the_models_with_every_copys_adapter(
+def test_outputs_equal_those_of_the_model_with_every_copys_adapter(
     bundle: Bundle, oracle: TorchEngine, copies: int, sequences: int
 ) -> None:
     call = call_of(bundle.chain.model, sequences, copies)
@@ -82,7 +82,7 @@ def test_outputs_are_the_models_with_every_copys_adapter(
 
 
 @pytest.mark.parametrize(("queries", "sequences"), TANGENTS)
-def test_tangents_are_the_models_derivatives(
+def test_tangents_equal_derivatives_of_the_model(
     bundle: Bundle, oracle: TorchEngine, queries: int, sequences: int
 ) -> None:
     model = bundle.chain.model
@@ -104,7 +104,7 @@ def test_a_gradient_of_another_shape_than_the_outputs_is_refused(bundle: Bundle)
     assert computed(engine, BACKWARD, call)
 
 
-def test_a_sequence_is_computed_alike_alone_and_among_others(bundle: Bundle) -> None:
+def test_a_sequence_has_the_same_outputs_alone_and_among_others(bundle: Bundle) -> None:
     call, model = call_of(bundle.chain.model, 7), bundle.chain.model
     engine = opened(bundle, FORWARD).engine
     among = engine.forward(call)
@@ -171,7 +171,7 @@ def test_any_layout_of_adapters_and_directions_is_accepted(bundle: Bundle) -> No
     assert bits(result) == bits(computed(engine, BACKWARD, call))
 
 
-def test_states_are_held_in_micro_batches(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_are_computed_in_micro_batches(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     """Micro-batches of any number of sequences, copies and queries change no bit."""
     engine = opened(bundle, BACKWARD).engine
     calls = [(role, call_for(bundle, role, 9)) for role in (FORWARD, JVP)]
@@ -286,7 +286,7 @@ def test_outputs_are_not_changed_by_later_calls(bundle: Bundle) -> None:
     assert bits(first) == before
 
 
-def test_the_adapter_that_an_answer_is_of_is_the_calls(bundle: Bundle) -> None:
+def test_outputs_are_those_of_the_calls_adapter(bundle: Bundle) -> None:
     """Buffers are filled anew between calls."""
     engine, call = opened(bundle, FORWARD).engine, call_of(bundle.chain.model, 2)
     before, after = (engine.forward(each) for each in (call, replace(call, adapters=2 * call.adapters)))

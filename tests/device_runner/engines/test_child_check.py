@@ -51,7 +51,7 @@ def test_a_child_that_succeeds_reports_nothing(capfd: pytest.CaptureFixture[str]
         (fails_with(MemoryError()), EngineError, "out-of-memory", "block.pte"),
     ],
 )
-def test_the_end_of_a_child_is_reported(
+def test_the_reason_for_the_end_of_a_child_is_reported(
     attempt: Callable[[], None], error: type[PrgeError], code: str, value: str
 ) -> None:
     with raises(error, code, containing=value) as caught:

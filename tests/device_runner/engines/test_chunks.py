@@ -74,7 +74,7 @@ def test_an_export_for_long_rows_has_chunks(folder: Path) -> None:
     assert result.longest(BACKWARD) == result.model.sequence_length == TOKENS
 
 
-def test_the_bits_follow_from_the_row_alone(folder: Path) -> None:
+def test_the_bits_depend_on_the_row_alone(folder: Path) -> None:
     """The bits don't depend on other rows, the engine, or the loaded weights."""
     bundle = open_bundle(folder / "bundle")
     call, engine = calls_of(bundle, 5), opened(bundle, FORWARD).engine
@@ -90,7 +90,7 @@ def test_the_bits_follow_from_the_row_alone(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("role", "of_chunks"), [(JVP, PREFILL_JVP), (BACKWARD, PREFILL_BACKWARD)])
-def test_a_bundle_without_a_role_of_chunks_takes_short_rows_in_it(
+def test_a_bundle_without_a_role_for_chunks_accepts_only_short_rows_in_that_role(
     folder: Path, role: str, of_chunks: str
 ) -> None:
     bundle = open_bundle(folder / "bundle")

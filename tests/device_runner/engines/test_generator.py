@@ -65,7 +65,7 @@ def folder(request: pytest.FixtureRequest, make_chain: Callable[[str], Path]) ->
     return make_chain(request.param)
 
 
-def test_logits_are_the_models_token_by_token(folder: Path) -> None:
+def test_logits_equal_those_of_the_model_token_by_token(folder: Path) -> None:
     """The models have grouped keys, sliding windows, rotations, learned positions, or soft caps."""
     bundle = open_bundle(folder / "bundle")
     adapter, tokens = adapter_of(bundle, 1), tokens_of(bundle, POSITIONS)
@@ -91,7 +91,7 @@ def test_logits_are_the_models_token_by_token(folder: Path) -> None:
     assert difference(generation_engine.feed(other, tokens[3:200]), expected[199]) < tolerance
 
 
-def test_a_prompt_is_read_alike_next_to_a_long_sequence(
+def test_a_prompt_has_the_same_logits_next_to_a_long_sequence(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The chunks of a prompt are only short if the prompt itself is long."""
@@ -212,7 +212,7 @@ def test_a_shorter_context_may_be_requested(bundle: Bundle) -> None:
         generation_engine.feed(generation_engine.open(adapter_of(bundle, 1)), tokens_of(bundle, 21))
 
 
-def test_there_are_so_many_slots(bundle: Bundle) -> None:
+def test_the_number_of_slots_is_a_limit(bundle: Bundle) -> None:
     generation_engine, adapter = open_generation_engine(bundle, slots=2), adapter_of(bundle, 1)
     assert generation_engine.slots == 2
     first = generation_engine.open(adapter)
@@ -259,7 +259,7 @@ def test_a_sequence_may_have_an_adapter_with_another_lora_a(bundle: Bundle, make
             assert difference(result[sequence], logits[position]) < TOLERANCE
 
 
-def test_what_isnt_finite_stays_in_its_own_sequence(bundle: Bundle, oracle: TorchEngine) -> None:
+def test_values_that_are_not_finite_stay_in_their_own_sequence(bundle: Bundle, oracle: TorchEngine) -> None:
     broken, adapter = adapter_of(bundle, 1), adapter_of(bundle, 2)
     broken.values[:] = np.inf
     generation_engine, tokens = open_generation_engine(bundle, slots=2), tokens_of(bundle, 20)

@@ -367,7 +367,7 @@ def test_texts(case: Case, precision: Any) -> None:
 
 
 @cases([name for name in DECODERS if name.startswith("recurrent")])
-def test_texts_of_a_recurrence_in_slots_that_others_left(case: Case) -> None:
+def test_texts_of_a_recurrence_in_reused_slots(case: Case) -> None:
     """A recurrent state can't return to an earlier token: the sequence starts again from its beginning."""
     adapter = random_adapter(case.blocks.chain.modules, 1, 0.3)
     generation_engine = ChainGenerationEngine(case.blocks, slots=3)

@@ -88,7 +88,7 @@ def packed_of(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.suffix == "" and path.name != "lock")
 
 
-def test_two_blocks_of_one_type_have_a_file_each_and_a_second_start_makes_none(
+def test_two_blocks_of_one_type_have_a_file_each_which_a_second_start_reuses(
     lowered: LoweredBlocks, folder: Path
 ) -> None:
     first = Use(lowered, folder)
@@ -111,7 +111,7 @@ def test_a_file_holds_the_weights_of_all_methods(fp32: LoweredBlocks, folder: Pa
     assert len(sizes) == 2 and min(sizes) > pages * page
 
 
-def test_a_name_is_of_program_weights_engine_and_processor(
+def test_the_name_of_a_packed_file_depends_on_program_weights_engine_and_processor(
     fp32: LoweredBlocks, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def name(program: Path = fp32.program, weights: Path = fp32.weights[0]) -> Path | None:
@@ -163,7 +163,7 @@ def _exchange(path: Path) -> None:
     ],
     ids=["flipped", "exchanged", "truncated", "empty", "gone", "no checksum", "other checksum", "zeros"],
 )  # fmt: skip
-def test_a_damaged_file_is_made_again(
+def test_a_damaged_file_is_written_again(
     lowered: LoweredBlocks, folder: Path, damage: Callable[[Path], object]
 ) -> None:
     Use(lowered, folder).assert_right()
@@ -185,7 +185,7 @@ def in_a_child(lowered: LoweredBlocks, attempt: Callable[[], object]) -> None:
 
 
 @pytest.mark.parametrize("asks", [True, False], ids=["asking before", "while packing"])
-def test_without_room_the_weights_stay_in_memory_and_that_is_reported_once(
+def test_without_storage_the_weights_stay_in_memory_with_one_report(
     fp32: LoweredBlocks, folder: Path, monkeypatch: pytest.MonkeyPatch, asks: bool
 ) -> None:
     """A limit on the size of files simulates a full disk."""
@@ -243,7 +243,7 @@ class Restless(Program):
         return SimpleNamespace(run=run)
 
 
-def test_a_file_that_changes_answers_is_not_kept(
+def test_a_file_that_changes_outputs_is_not_kept(
     fp32: LoweredBlocks, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packed_files, "Program", Restless)
@@ -273,7 +273,7 @@ def test_a_process_that_was_killed_while_it_packed_leaves_no_files(
     assert list(folder.glob("*.partial")) == []
 
 
-def test_processes_at_once_make_a_file_once(
+def test_simultaneous_processes_write_a_file_once(
     fp32: LoweredBlocks, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = tmp_path / "made"
@@ -319,9 +319,7 @@ def test_a_process_that_waits_too_long_continues_without(
     assert None not in Use(fp32, folder).assert_right()
 
 
-def test_weights_that_are_not_those_of_their_hash_are_an_error(
-    fp32: LoweredBlocks, folder: Path, tmp_path: Path
-) -> None:
+def test_weights_with_a_wrong_hash_are_an_error(fp32: LoweredBlocks, folder: Path, tmp_path: Path) -> None:
     program = HashedFile(fp32.program, sha256(fp32.program))
     content = bytearray(fp32.weights[0].read_bytes())
     content[-1] ^= 1
@@ -334,7 +332,7 @@ def test_weights_that_are_not_those_of_their_hash_are_an_error(
         PackedFiles(pytest.fail, folder).open(program, HashedFile(tmp_path / "missing.ptd", "0"), PROBES)
 
 
-def test_the_cache_reports_its_size_and_is_emptied_under_those_who_use_it(
+def test_the_cache_reports_its_size_and_can_be_emptied_while_it_is_used(
     fp32: LoweredBlocks, folder: Path
 ) -> None:
     assert folder_bytes(folder) == remove_files(folder) == 0

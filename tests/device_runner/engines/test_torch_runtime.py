@@ -33,7 +33,7 @@ def loaded(lowered: LoweredBlocks, runtime: Any) -> list[dict[str, Any]]:
 
 
 @needs_compiler
-def test_both_blocks_are_right_and_equal_to_the_native_engine(lowered: LoweredBlocks) -> None:
+def test_both_blocks_compute_correctly_and_like_the_native_engine(lowered: LoweredBlocks) -> None:
     native = loaded(lowered, native_runtime)
     assert compute_outputs(lowered, loaded(lowered, torch_runtime)) == compute_outputs(lowered, native)
 

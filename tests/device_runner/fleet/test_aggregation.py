@@ -51,7 +51,7 @@ def test_every_device_has_the_same_weight(combine: Any, devices: int) -> None:
     np.testing.assert_allclose(result, _expected(changes, combine), rtol=1e-5, atol=1e-7)
 
 
-def test_less_than_a_third_moves_no_value_beyond_the_others() -> None:
+def test_less_than_a_third_of_the_devices_moves_no_value_beyond_the_others() -> None:
     honest = _changes(7)
     for combine in ("trimmed", "median"):
         for lie in (1e6, -1e6, 0.0):

@@ -15,7 +15,7 @@ from tests.refusals import raises
 AGREEMENT = Agreement("films", Plan(), "b" * 64, "t" * 64, "")
 
 
-def test_encoding_and_decoding() -> None:
+def test_an_agreement_survives_encoding() -> None:
     assert Agreement.parse(AGREEMENT.content) == AGREEMENT
     assert Agreement.parse(AGREEMENT.content).sha256 == AGREEMENT.sha256
 

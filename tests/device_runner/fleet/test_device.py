@@ -98,7 +98,7 @@ class TestOneResultPerLine:
         assert isinstance(server.ask(1), RoundResult)
         assert record_types(server.folder) == ["begun", "answered"] * 2
 
-    def test_fleets_that_make_room_stay_in_the_ledger(self, fleet: Fleet) -> None:
+    def test_removed_fleets_stay_in_the_ledger(self, fleet: Fleet) -> None:
         servers = [Server(fleet, name=name, out=fleet.folder / name, **NOISE) for name in "abcdef"]
         for each in servers:
             assert isinstance(each.ask(0), RoundResult)
@@ -108,7 +108,7 @@ class TestOneResultPerLine:
     @pytest.mark.parametrize(
         "method", [{}, {"estimator": "exact", "optimizer": "sgd"}], ids=["scalars", "changes"]
     )
-    def test_killed_at_any_instant_it_sends_one_result(
+    def test_a_device_killed_at_any_instant_sends_one_result(
         self, fleet: Fleet, method: dict[str, Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Kill one device after another at each write to storage."""
@@ -212,7 +212,7 @@ class TestRowsAreNotRevealed:
 
 
 class TestTasksOutsideThePlan:
-    def test_a_round(self, server: Server) -> None:
+    def test_a_round_outside_the_plan_is_refused(self, server: Server) -> None:
         for number, changes, reason in (
             (0, {"step": 2}, "the plan has no round 1 from step 2 on"),
             (3, {"step": 5}, "the plan has no round 4 from step 5 on"),
@@ -277,7 +277,7 @@ class TestTasksOutsideThePlan:
             assert problem in server.refusal(0, agreement=json.dumps(reply).encode())
 
 
-def test_a_plan_that_is_refused_makes_no_room(fleet: Fleet) -> None:
+def test_a_refused_plan_creates_no_folder(fleet: Fleet) -> None:
     fleet.join(NODE, "most_steps: 2\n")
     for name in "abcdefg":
         assert "most_steps" in Server(fleet, name=name, out=fleet.folder / name, local_steps=3).refusal(0)

@@ -47,7 +47,7 @@ def methods(*names: str) -> pytest.MarkDecorator:
 
 
 @methods()
-def test_it_learns_its_rows(fleet: Fleet, method: dict[str, Any]) -> None:
+def test_a_fleet_learns_its_rows(fleet: Fleet, method: dict[str, Any]) -> None:
     _, reports = fleet.run(fleet.settings(**method, rounds=15))
     losses = [report.loss or 0.0 for report in reports]
     assert sum(losses[-3:]) < 0.95 * sum(losses[:3])
@@ -120,7 +120,7 @@ def _evaluations(folder: Path) -> list[tuple[int, float]]:
 
 
 @pytest.mark.parametrize("fleet", ["decoder", "encoder"], indirect=True)
-def test_a_fleet_that_was_killed_at_its_start_starts_again(
+def test_a_fleet_that_was_killed_at_its_start_can_start_again(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = fleet.settings()
@@ -281,7 +281,7 @@ def test_a_device_that_lost_its_folder_or_has_an_older_state_catches_up(fleet: F
         assert NODE in play(server, fleet.direct).answered
 
 
-def test_a_round_asks_some_devices_and_over_rounds_all(fleet: Fleet) -> None:
+def test_a_round_selects_some_devices_and_several_rounds_select_all(fleet: Fleet) -> None:
     requested = set()
     with open_fleet(fleet.settings(rounds=20, per_round=2, dev=None)) as server:
         for _ in range(10):
@@ -379,7 +379,7 @@ def test_one_malicious_device_of_three_has_no_influence(fleet: Fleet, lie: str) 
     assert all(map(check, reports))
 
 
-def test_a_spent_budget_while_the_other_devices_are_away(fleet: Fleet) -> None:
+def test_a_fleet_continues_after_a_spent_budget_while_other_devices_are_absent(fleet: Fleet) -> None:
     with open_fleet(fleet.settings(rounds=1)) as server:
         play(server, lambda node, task: BUDGET_EXCEEDED if node == NODE else None)
         assert not server.finished
@@ -403,17 +403,19 @@ class TestDeviceRefusals:
             ("only_charging: true", "an error on the device"),
         ],
     )
-    def test_what_its_owner_does_not_allow(self, fleet: Fleet, policy: str, reason: str) -> None:
+    def test_a_plan_that_the_owner_does_not_allow_is_refused(
+        self, fleet: Fleet, policy: str, reason: str
+    ) -> None:
         fleet.join(NODE, policy)
         assert reason in self._reason(fleet)
 
-    def test_without_revealing_rows_or_paths(self, fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_refusals_reveal_no_rows_or_paths(self, fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
         rows = fleet.folder / f"{NODE}.jsonl"
         rows.write_text('{"text": "my secret", "label": "neither"}\n')
         assert self._reason(fleet) == "an error on the device, which printed it"
         assert str(rows) in capsys.readouterr().err
 
-    def test_another_bundle_and_another_task(self, fleet: Fleet, tmp_path: Path) -> None:
+    def test_another_bundle_or_task_is_refused(self, fleet: Fleet, tmp_path: Path) -> None:
         text = Path(fleet.task).read_text()
         fleet.join(NODE, bundle=fleet.numpy.write_bundle(tmp_path / "other", scheme="8da8w"))
         assert "the fleet's bundle is" in self._reason(fleet)
@@ -421,14 +423,14 @@ class TestDeviceRefusals:
         fleet.join(NODE, task=str(tmp_path / "own.yaml"))
         assert "the fleet's task is not mine" in self._reason(fleet)
 
-    def test_a_wrong_agreement_or_state(self, fleet: Fleet) -> None:
+    def test_a_wrong_agreement_or_state_is_refused(self, fleet: Fleet) -> None:
         with open_fleet(fleet.settings()) as server:
             other = replace(server.agreement, plan=replace(server.agreement.plan, local_steps=100))
         assert "does not have the hash" in self._reason(fleet, agreement=other.content)
         for state in (b"nothing", b"\x00" * 64):
             assert "state" in self._reason(fleet, state=state)
 
-    def test_malformed_tasks(self, fleet: Fleet) -> None:
+    def test_malformed_tasks_are_refused(self, fleet: Fleet) -> None:
         assert isinstance(parse_reply(answer(fleet.folder / str(NODE), b"")), TaskRefusal)
 
 

@@ -50,6 +50,6 @@ def test_unknown_partitions_are_refused(how: str) -> None:
         partition_examples(_examples(10, 2), 2, how, 0)
 
 
-def test_fewer_rows_than_devices() -> None:
+def test_fewer_rows_than_devices_are_refused() -> None:
     with raises(ConfigError, "rows-too-few", containing="3"):
         partition_examples(_examples(3, 2), 4, "even", 0)

@@ -60,7 +60,7 @@ def _figures(make_arguments: MakeArguments, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("changes", [{}, {"estimator": "exact"}, {"partition": "dirichlet:0.3"}])
-def test_it_counts_what_it_sends_and_is_reproducible(
+def test_a_simulation_counts_its_bytes_and_is_reproducible(
     make_arguments: MakeArguments, changes: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first = _figures(make_arguments, **changes)

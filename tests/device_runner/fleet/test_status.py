@@ -11,7 +11,7 @@ from tests.device_runner.fleet.fleets import NODES, Fleet
 from tests.refusals import raises
 
 
-def test_a_fleet_that_stops_and_ends(fleet: Fleet) -> None:
+def test_the_status_of_a_fleet_that_stops_and_ends(fleet: Fleet) -> None:
     """One device sends garbage, another one is silent in the first round."""
     liar, shy, honest = NODES
     settings, folder = fleet.settings(), fleet.folder / "fleet"

@@ -98,7 +98,7 @@ def test_a_missing_library_is_named(service: str, tmp_path: Path, monkeypatch: p
         main([str(write_run(tmp_path / "run")), f"--{service}", str(tmp_path / "events")])
 
 
-def test_only_what_is_sent_can_be_followed(tmp_path: Path) -> None:
+def test_follow_needs_a_destination(tmp_path: Path) -> None:
     with raises(ConfigError, "settings-unusable", containing="--follow"):
         main([str(tmp_path), "--follow"])
 

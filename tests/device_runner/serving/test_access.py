@@ -30,7 +30,7 @@ def status(access: Access = HERE, method: str = "POST", path: str = "/v1/complet
     "host",
     ["localhost", "LocalHost:8000", "127.0.0.1:8000", "127.0.0.2", "127.255.0.9:80", "[::1]", "[::1]:8000"],
 )
-def test_every_name_of_this_machine_is_its_name(host: str) -> None:
+def test_every_name_of_this_machine_is_accepted(host: str) -> None:
     for listens in ("127.0.0.1", "127.0.0.2", "::1", "localhost"):
         assert status(ListenFlags(host=listens).access((), False), host=host) == 0
     assert status(OTHERS, host=host) == 0
@@ -57,7 +57,7 @@ def test_other_names_are_refused(host: str) -> None:
     assert status(key, host=host, authorization="Bearer secret") == (0 if is_address else 403)
 
 
-def test_names_that_a_server_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_accepts_its_own_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server accepts --host, --allowed-hosts, and the machine's own names if others may connect."""
     monkeypatch.setattr("socket.gethostname", lambda: "Desk.Example.org")
     named = ListenFlags(host="My-Phone").access((), False)
@@ -176,7 +176,7 @@ def test_content_types_that_need_no_preflight_are_refused(content_type: str, exp
         ("Bearer " + "secret" * 10_000, 401),
     ],
 )
-def test_a_key(given: str, expected: int) -> None:
+def test_requests_need_the_key(given: str, expected: int) -> None:
     access = Access(("secret",))
     assert status(access, authorization=given) == expected
     assert status(access) == 401 and status(access, path="/nothing") == 401

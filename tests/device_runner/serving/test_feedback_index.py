@@ -32,7 +32,7 @@ def read(index: FeedbackIndex) -> list[IndexEntry]:
     return [index[number] for number in range(len(index))]
 
 
-def test_it_has_the_valid_rows_in_order(tmp_path: Path) -> None:
+def test_the_index_has_the_valid_rows_in_order(tmp_path: Path) -> None:
     path = tmp_path / "feedback.jsonl"
     index = FeedbackIndex(path)
     assert read(index) == []
@@ -54,7 +54,7 @@ def test_it_has_the_valid_rows_in_order(tmp_path: Path) -> None:
     ]
 
 
-def test_what_was_read_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "feedback.jsonl"
     append_feedback(path, rows(*range(1000)))
     index = FeedbackIndex(path)

@@ -210,7 +210,7 @@ def test_a_foreign_run_cannot_name_local_rows(
     workspace.open(start, tmp_path / "run", kept=tmp_path / "kept.jsonl").close()
 
 
-def test_it_continues_a_run_with_its_rows_and_learning_rate(
+def test_learning_continues_a_run_with_its_rows_and_learning_rate(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     workspace.device.replaces(monkeypatch, run_verb)
@@ -332,7 +332,7 @@ def test_a_folder_keeps_its_first_date(workspace: Workspace, monkeypatch: pytest
     assert learnt == read_date(workspace.learn) == date.today().isoformat() != "2027-01-02"
 
 
-def test_killed_at_any_time_it_resumes_with_the_same_bits(workspace: Workspace, tmp_path: Path) -> None:
+def test_learning_killed_at_any_time_resumes_with_the_same_bits(workspace: Workspace, tmp_path: Path) -> None:
     feedback(workspace.learn / FEEDBACK, 3 * EVERY)
     kept = {"kept": tmp_path / "kept.jsonl", "may_lose": 0.5}
     history, bits = without_seconds(workspace.learnt(**kept)), workspace.bits()
@@ -615,7 +615,7 @@ def test_an_unreadable_file_only_stops_learning(
     assert learning.history()[-1]["status"] == "served"
 
 
-def test_it_waits_for_a_charger(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_learning_waits_for_a_charger(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     with raises(ConfigError, "condition-not-measurable", containing="--when charging"):
         workspace.open(when="charging")
     feedback(workspace.learn / FEEDBACK, EVERY)
@@ -660,7 +660,7 @@ def test_feedback_on_one_question_is_not_split() -> None:
     assert not {row.question for row in held} & {row.question for row in learnt}
 
 
-def test_the_history_is_whole_lines_of_its_owner(workspace: Workspace) -> None:
+def test_the_history_has_a_line_for_each_record(workspace: Workspace) -> None:
     feedback(workspace.learn / FEEDBACK, EVERY)
     workspace.learnt()
     record_types = [

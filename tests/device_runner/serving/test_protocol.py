@@ -22,7 +22,7 @@ def refused(content: object, read: Any = read_chat) -> RequestError:
     return caught.value
 
 
-def test_defaults_are_openais_but_for_rare_tokens() -> None:
+def test_defaults_are_openais_except_for_rare_tokens() -> None:
     chat = read_chat(json.dumps(CHAT).encode())
     assert chat.sampling.min_p == 0.1
     assert read_chat(json.dumps({**CHAT, "min_p": 0}).encode()).sampling.min_p == 0

@@ -116,7 +116,7 @@ def state(process: int) -> str:
         return ""
 
 
-def test_it_runs_a_round_like_this_process(made: Round, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_runs_a_round_like_this_process(made: Round, monkeypatch: pytest.MonkeyPatch) -> None:
     process = NumpyRound(made)
     result = outcome(process)
     assert result["status"] in ("served", "refused") and result["steps"] == 60
@@ -128,7 +128,7 @@ def test_it_runs_a_round_like_this_process(made: Round, monkeypatch: pytest.Monk
     assert round_outcome(here, print) == result and bits(here) == expected
 
 
-def test_it_is_paused_and_continued(made: Round) -> None:
+def test_the_process_of_a_round_is_paused_and_continued(made: Round) -> None:
     process = NumpyRound(made)
     until(lambda: journal(made).count(b"step") > 5)
     for _ in range(2):
@@ -143,7 +143,7 @@ def test_it_is_paused_and_continued(made: Round) -> None:
 
 
 @pytest.mark.whole
-def test_killed_repeatedly_it_reaches_the_same_bits(made: Round) -> None:
+def test_a_round_killed_repeatedly_ends_with_the_same_bits(made: Round) -> None:
     process = NumpyRound(made)
     expected = outcome(process), bits(made)
     other = replace(made, settings=replace(made.settings, out=made.settings.out.with_name("other")))

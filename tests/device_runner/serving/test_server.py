@@ -104,7 +104,7 @@ def expected(model: str, most: int, prompt: str = "", messages: list[Any] | None
 HELLO = [{"role": "user", "content": "Hi!"}]
 
 
-def test_models_by_their_names(child: Child) -> None:
+def test_models_are_listed_by_their_names(child: Child) -> None:
     client = child.client()
     assert [model.id for model in client.models.list()] == ["base", "tuned"]
     assert client.models.retrieve("tuned").id == "tuned"
@@ -271,7 +271,7 @@ def _refused(connection: socket.socket) -> bool:
         return False
 
 
-def test_fifty_clients_at_once_get_what_each_would_alone(child: Child) -> None:
+def test_fifty_simultaneous_clients_get_the_same_completions_as_alone(child: Child) -> None:
     prompts = ["the film", "a dog", "on mat", "good town", "river"]
     texts = {prompt: expected("tuned", 16, prompt) for prompt in prompts}
 
@@ -307,7 +307,7 @@ def _head(length: int) -> bytes:
     return "\r\n".join([*lines, f"Content-Length: {length}", "", ""]).encode()
 
 
-def test_while_it_is_hot_no_completion_is_begun(tmp_path: Path) -> None:
+def test_no_completion_begins_while_the_phone_is_hot(tmp_path: Path) -> None:
     zone = tmp_path / "class/thermal/thermal_zone0/temp"
     zone.parent.mkdir(parents=True)
     zone.write_text("40000\n")
@@ -681,7 +681,7 @@ def test_feedback_is_stored_by_the_id_of_a_completion(tmp_path: Path) -> None:
         assert output.count("feedback cannot be stored") == 1
 
 
-def test_without_a_file_no_feedback_is_taken(child: Child) -> None:
+def test_without_a_file_no_feedback_is_accepted(child: Child) -> None:
     status, output = _judged(child, id="cmpl-1", rating="good")
     assert status == 404 and "without --feedback FILE" in output
     with pytest.raises(openai.NotFoundError, match="--learn"):

@@ -75,7 +75,7 @@ def test_all_completions_of_a_request_are_accepted_or_none() -> None:
         worker.submit([(request(), output.put)])
 
 
-def test_at_its_end_all_tickets_end() -> None:
+def test_all_tickets_end_with_the_worker() -> None:
     output: Queue[GenerationEvent] = Queue()
     with Worker(Generator(NumpyGenerationEngine(context=4000), TOKENIZER), 3) as worker:
         worker.submit([(request(most=3000), output.put)])
@@ -83,7 +83,7 @@ def test_at_its_end_all_tickets_end() -> None:
         ended(output)[1].wait(0)
 
 
-def test_an_unexpected_error_ends_it_and_is_raised() -> None:
+def test_an_unexpected_error_ends_the_worker_and_is_raised() -> None:
     output: Queue[GenerationEvent] = Queue()
     with pytest.raises(ZeroDivisionError), Worker(Generator(Broken(), TOKENIZER), 3) as worker:
         worker.submit([(request(), output.put)])
@@ -92,7 +92,7 @@ def test_an_unexpected_error_ends_it_and_is_raised() -> None:
         assert not worker.alive
 
 
-def test_it_reports_when_it_becomes_busy_and_idle() -> None:
+def test_a_worker_reports_when_it_becomes_busy_and_idle() -> None:
     seen: list[bool] = []
     output: Queue[GenerationEvent] = Queue()
     with Worker(Generator(NumpyGenerationEngine(context=4000), TOKENIZER), 4, seen.append) as worker:

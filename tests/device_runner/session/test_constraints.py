@@ -29,7 +29,7 @@ def written(begin: int, end: int) -> str:
 
 
 @given(MINUTES, MINUTES, MINUTES)
-def test_hours_are_those_from_the_begin_on_to_the_end(begin: int, end: int, now: int) -> None:
+def test_hours_include_their_begin_and_exclude_their_end(begin: int, end: int, now: int) -> None:
     hours = Hours.parse(written(begin, end), "x")
     assert hours is not None
     minute, inside = begin, set()
@@ -42,7 +42,7 @@ def test_hours_are_those_from_the_begin_on_to_the_end(begin: int, end: int, now:
 
 
 @given(MINUTES, MINUTES, MINUTES)
-def test_a_window_and_the_one_from_its_end_to_its_begin_make_the_day(begin: int, end: int, now: int) -> None:
+def test_a_window_and_its_complement_cover_the_day(begin: int, end: int, now: int) -> None:
     one, other = Hours("x", begin, end), Hours("x", end, begin)
     assert begin == end or one.has(now) != other.has(now)
 
@@ -56,7 +56,7 @@ def test_the_day_may_end_at_24(now: int) -> None:
 
 
 @given(st.text(alphabet="0123456789:-,ab ", max_size=12))
-def test_a_text_is_conditions_or_refused(text: str) -> None:
+def test_a_text_is_parsed_as_conditions_or_refused(text: str) -> None:
     try:
         result = parse_when(text)
     except ValueError as error:
@@ -67,7 +67,7 @@ def test_a_text_is_conditions_or_refused(text: str) -> None:
             assert isinstance(each, Hours) and 0 <= each.begin < DAY and 0 <= each.end < DAY
 
 
-def test_all_words() -> None:
+def test_all_conditions_are_parsed() -> None:
     result = parse_when("charging, cool:40,battery:30,idle,22:00-07:00")
     assert [type(each) for each in result] == [Charging, Cool, Battery, Idle, Hours]
     assert result[1:3] == [Cool("--when cool:40", 40.0), Battery("--when battery:30", 30.0)]
@@ -79,17 +79,17 @@ def test_all_words() -> None:
     ["charged", "cool:", "cool:hot", "cool:nan", "cool:5000", "battery", "battery:-1", "battery:101",
      "idle:1", "charging:1", "22:00", "25:00-07:00", "22:60-07:00", "22:00-24:01", "charging,", "Charging"],
 )  # fmt: skip
-def test_other_words_are_refused_with_what_is_allowed(word: str) -> None:
+def test_unknown_conditions_are_refused_with_the_allowed_ones(word: str) -> None:
     with raises(ConfigError, "settings-unusable", containing="--when"):
         RunSettings(bundle=Path("b"), train=Path("t"), out=Path("o"), when=word)
 
 
-def test_one_word_of_each_type() -> None:
+def test_two_conditions_of_one_type_are_refused() -> None:
     with raises(ConfigError, "settings-unusable", containing="12:00-13:00"):
         RunSettings(bundle=Path("b"), train=Path("t"), out=Path("o"), when="22:00-07:00,12:00-13:00")
 
 
-def test_flags_and_words_are_the_same_conditions() -> None:
+def test_flags_and_when_make_the_same_conditions() -> None:
     flags = RunSettings(
         Path("b"), Path("t"), Path("o"), only_charging=True, pause_above_celsius=41, pause_below_battery=30
     )

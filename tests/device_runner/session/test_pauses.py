@@ -75,7 +75,7 @@ def check_that_it_waits_for(pauses: Pauses, observer: MessageObserver, over: Any
     thread.join()
 
 
-def test_readings(system: Path) -> None:
+def test_sensors_are_read(system: Path) -> None:
     record = Sensors(system).record()
     assert {name: entry["value"] for name, entry in record.items()} == {
         "temperature_celsius": 40.0, "battery_percent": 80.0, "charging": False, "cpu_hertz": 1.8e9,
@@ -83,7 +83,7 @@ def test_readings(system: Path) -> None:
     assert record["temperature_celsius"]["source"].endswith("thermal_zone1/temp")
 
 
-def test_what_can_not_be_read_is_null_with_a_reason(tmp_path: Path) -> None:
+def test_sensors_that_cannot_be_read_are_null_with_a_reason(tmp_path: Path) -> None:
     record = Sensors(tmp_path).record()
     assert record and all(entry["value"] is None and entry["reason"] for entry in record.values())
     json.dumps(record)
@@ -96,7 +96,7 @@ def test_conditions_that_hold_cause_no_pause(system: Path) -> None:
     assert not observer.texts and observer.paused == 0
 
 
-def test_too_hot_until_it_is_clearly_cooler(system: Path) -> None:
+def test_a_hot_phone_pauses_until_it_is_clearly_cooler(system: Path) -> None:
     observer = MessageObserver()
     pauses = make_pauses(system, pause_above_celsius=39)
     write(system, "thermal/thermal_zone0/temp", 38000)
@@ -114,7 +114,7 @@ def test_too_hot_until_it_is_clearly_cooler(system: Path) -> None:
     assert "going on after a pause" in observer.texts[1] and observer.paused > 0.15
 
 
-def test_charge(system: Path) -> None:
+def test_a_low_charge_is_a_reason_to_pause(system: Path) -> None:
     observer = MessageObserver()
     write(system, "power_supply/battery/capacity", 19)
     check_that_it_waits_for(
@@ -125,7 +125,7 @@ def test_charge(system: Path) -> None:
     assert observer.texts[0] == "paused, too little charge: 19 %, the limit is 20 %"
 
 
-def test_charger(system: Path) -> None:
+def test_a_missing_charger_is_a_reason_to_pause(system: Path) -> None:
     observer = MessageObserver()
     pauses = make_pauses(system, only_charging=True)
     check_that_it_waits_for(pauses, observer, lambda: write(system, "power_supply/battery/status", "Full"))

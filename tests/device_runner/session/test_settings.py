@@ -44,7 +44,7 @@ def _settings(**changes: Any) -> RunSettings:
     ("roles", "estimator", "queries"),
     [({FORWARD, JVP, BACKWARD}, "exact", None), ({FORWARD, JVP}, "tangent", 4), ({FORWARD}, "antithetic", 4)],
 )
-def test_without_an_estimator_it_is_the_best_one_that_the_bundle_has(
+def test_the_default_estimator_is_the_best_one_that_the_bundle_supports(
     roles: set[str], estimator: str, queries: int | None
 ) -> None:
     bundle = with_roles(roles)
@@ -80,7 +80,9 @@ def test_the_optimizer_follows_from_the_estimator(
         ({"trunk_cache_bytes": 1}, "trunk-missing", "--adapt-layers"),
     ],
 )
-def test_settings_that_dont_fit_the_bundle(changes: dict[str, Any], code: str, value: str) -> None:
+def test_settings_that_do_not_fit_the_bundle_are_refused(
+    changes: dict[str, Any], code: str, value: str
+) -> None:
     with raises(ConfigError, code, containing=value):
         resolve_settings(_settings(**changes), with_roles({FORWARD}))
 
@@ -98,7 +100,7 @@ def test_settings_that_dont_fit_the_bundle(changes: dict[str, Any], code: str, v
         ({"clip_examples": -1.0, "batch_size": 1}, "-1.0"),
     ],
 )
-def test_settings_without_a_meaning(changes: dict[str, Any], value: str) -> None:
+def test_settings_without_a_meaning_are_refused(changes: dict[str, Any], value: str) -> None:
     with raises(ConfigError, "settings-unusable", containing=value):
         _settings(**changes)
 
@@ -144,7 +146,7 @@ def test_the_name_of_a_data_set_is_no_path() -> None:
     assert result.dev is not None and result.dev.is_absolute() and result.out.is_absolute()
 
 
-def test_estimators_have_what_the_settings_say() -> None:
+def test_estimators_have_the_values_of_the_settings() -> None:
     tangents = make_estimator(
         resolve_settings(_settings(estimator="tangent", share_directions=True, clip=0.5), CHAIN)
     )
@@ -175,7 +177,9 @@ def test_estimators_have_what_the_settings_say() -> None:
         ({"estimator": "exact", "clip_examples": 0.1, "batch_size": 3}, "backward", (1, 1, 0)),
     ],
 )
-def test_a_run_chooses_its_steps(changes: dict[str, Any], role: str, sizes: tuple[int, int, int]) -> None:
+def test_the_plan_of_a_run_has_the_sizes_of_its_steps(
+    changes: dict[str, Any], role: str, sizes: tuple[int, int, int]
+) -> None:
     plan = plan_run(CHAIN, [], _settings(**changes))
     assert plan.role == plan.shape.role == role
     assert (plan.shape.copies, plan.shape.sequences, plan.shape.queries) == sizes

@@ -60,7 +60,7 @@ def test_every_number_of_every_verb_has_bounds() -> None:
         (Range(0, 1), math.inf, "must be a finite number"),
     ],
 )
-def test_ranges(bounds: Range, value: float, problem: str) -> None:
+def test_a_value_outside_of_a_range_is_described(bounds: Range, value: float, problem: str) -> None:
     assert bounds.problem(value) == problem
 
 
@@ -86,7 +86,7 @@ REQUIRED = ("--bundle", "b", "--train", "t", "--out", "o")
         ("--steps " + "9" * 5000, "--steps must be a whole number, not '999"),
     ],
 )
-def test_numbers_out_of_bounds(arguments: str, message: str) -> None:
+def test_numbers_out_of_bounds_are_refused(arguments: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_settings(RunSettings, [*REQUIRED, *arguments.split()], "prge run")
     (problem,) = caught.value.problems
@@ -94,7 +94,7 @@ def test_numbers_out_of_bounds(arguments: str, message: str) -> None:
     assert len(problem) < 300
 
 
-def test_settings_created_without_a_command_line() -> None:
+def test_settings_created_without_a_command_line_are_checked_too() -> None:
     with raises(ConfigError, "settings-unusable", containing="--batch-size"):
         RunSettings(bundle=Path("b"), train=Path("t"), out=Path("o"), batch_size=0)
 

@@ -66,7 +66,7 @@ def test_fields_of_both_parts_share_a_command_line() -> None:
     assert _Verb(**own) == _Verb(Path("b"), prompt="x", stop=["a", "c"])
 
 
-def test_types_and_checks_of_the_parts_hold() -> None:
+def test_types_and_checks_of_the_parts_apply() -> None:
     assert output_settings(BOTH) == {"json": Output.FILE}
     with pytest.raises(ConfigError) as caught:
         parsed("--port", "2")

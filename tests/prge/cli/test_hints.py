@@ -130,13 +130,13 @@ def test_keys_of_a_file_get_hints(tmp_path: Path) -> None:
         (["--dev", "s3://bucket/a.jsonl"], "--dev is a URL, 's3://bucket/a.jsonl'"),
     ],
 )
-def test_a_url_is_refused_as_it_was_typed(arguments: list[str], message: str) -> None:
+def test_a_url_is_quoted_as_it_was_typed(arguments: list[str], message: str) -> None:
     given = {"--data": "d", "--model": "m", "--out": "o", arguments[0]: arguments[1]}
     (problem,) = problems(TuneSettings, *(word for pair in given.items() for word in pair))
     assert message in problem
 
 
-def test_a_misspelt_help_is_an_error_and_shows_none(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_misspelt_help_is_an_error_and_shows_no_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert problems(TuneSettings, "--halp")[0] == "--halp is no flag of this verb; did you mean --help?"
     assert capsys.readouterr().out == ""
 

@@ -114,7 +114,7 @@ def test_flags_of_every_type() -> None:
         (["--targets", "null"], "targets", ["null"]),
     ],
 )
-def test_spellings(arguments: list[str], key: str, value: Any) -> None:
+def test_flags_have_several_spellings(arguments: list[str], key: str, value: Any) -> None:
     if value is None and key == "name":
         assert problems("--bundle", "b", *arguments)[0] == "--name needs a value: a text"
     else:
@@ -152,7 +152,7 @@ ALONE = "stands alone: which flag does it belong to?"
         (["b", "--label-words", "--overwrite"], ["--label-words needs a value: a list of texts"]),
     ],
 )  # fmt: skip
-def test_no_word_of_a_command_line_is_lost(arguments: list[str], message: list[str]) -> None:
+def test_no_argument_of_a_command_line_is_ignored(arguments: list[str], message: list[str]) -> None:
     result = problems(*arguments, positional=("bundle",))
     assert [problem for problem in result if "must be" not in problem] == message
 
@@ -170,7 +170,7 @@ def test_a_repeated_flag_is_reported(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().err == ""
 
 
-def test_a_list_that_took_the_value_of_another_setting(tmp_path: Path) -> None:
+def test_a_list_that_took_the_value_of_another_setting_is_reported(tmp_path: Path) -> None:
     arguments = ["--rows", "a.jsonl", str(tmp_path)]
     (problem,) = problems(*arguments, positional=("bundle",))
     assert problem == f"--bundle is missing: a path; --rows took {str(tmp_path)!r}, too"
@@ -179,7 +179,7 @@ def test_a_list_that_took_the_value_of_another_setting(tmp_path: Path) -> None:
         assert message == ["--bundle is missing: a path"]
 
 
-def test_several_files_in_yaml_and_in_python(tmp_path: Path) -> None:
+def test_several_files_are_given_in_yaml_and_in_python(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("bundle: b\nrows: [x.jsonl, y.jsonl]\n", encoding="utf-8")
     expected = Sample(Path("b"), rows=(Path("x.jsonl"), Path("y.jsonl")))
@@ -202,7 +202,7 @@ def test_several_files_in_yaml_and_in_python(tmp_path: Path) -> None:
     assert "bundle must be a path, not ['a', 'b']" in problems("--config", str(path))[0]
 
 
-def test_a_setting_that_is_twice_in_a_file(tmp_path: Path) -> None:
+def test_a_setting_that_is_twice_in_a_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("bundle: a\nrows: x.jsonl\nrows: y.jsonl\n", encoding="utf-8")
     assert problems("--config", str(path))[0] == f"{path} can't be read: it has the key 'rows' twice"
@@ -216,7 +216,7 @@ def test_flags_win_over_files_and_later_files_over_earlier(tmp_path: Path) -> No
     assert settings == Sample(bundle=Path("b"), learning_rate=0.5, queries=3, label_words=("a", "b"))
 
 
-def test_all_problems_of_file_and_flags_at_once(tmp_path: Path) -> None:
+def test_all_problems_of_file_and_flags_are_reported_at_once(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(
         "learning-rate: 1\nqueries: many\nestimator: both\nlabel_words: good\noverwrite: 3\nlerning_rate: 2",
@@ -260,7 +260,7 @@ def test_message_names_the_verb(tmp_path: Path) -> None:
         (b"3: x\n", "3 is no setting"),
     ],
 )
-def test_bad_files(tmp_path: Path, content: bytes, message: str) -> None:
+def test_invalid_files_are_refused(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "run.yaml"
     path.write_bytes(content)
     (problem,) = problems("--config", str(path), *([] if b"bundle" in content else ["--bundle", "b"]))
@@ -268,7 +268,7 @@ def test_bad_files(tmp_path: Path, content: bytes, message: str) -> None:
     assert message in problem
 
 
-def test_missing_file_and_missing_name_of_it(tmp_path: Path) -> None:
+def test_a_missing_file_and_a_missing_file_name_are_reported(tmp_path: Path) -> None:
     assert "can't be read: No such file" in problems("--config", str(tmp_path / "no"), "--bundle", "b")[0]
     assert problems("--bundle", "b", "--config") == ["--config needs a value: a path"]
 
@@ -293,7 +293,9 @@ class Everywhere:
     resume: Path | None = None
 
 
-def test_paths_in_settings_of_a_foreign_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outside_paths_in_settings_of_a_foreign_folder_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All outside paths are reported at once, with what to type; inside paths and the user's own are used."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "secret").write_text("")
@@ -362,7 +364,7 @@ class Stored(Shared):
     steps: int = 10
 
 
-def test_resume_brings_the_settings_of_its_folder(tmp_path: Path) -> None:
+def test_resume_reads_the_settings_of_its_folder(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("out: elsewhere\nsteps: 3\nthreads: 2\n", encoding="utf-8")
     expected = Stored(tmp_path, resume=tmp_path, steps=4, threads=2)  # `out` of the file is not used
     assert parse_settings(Stored, ["--resume", str(tmp_path), "--steps", "4"], "prge") == expected
@@ -442,7 +444,9 @@ def test_help_of_fields_includes_those_of_a_base() -> None:
     assert (helps["steps"], helps["out"]) == ("How long.", "Where to write.")
 
 
-def test_print_config_is_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_output_of_print_config_is_a_settings_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = ["--bundle", "b", "--label-words", " a", "b", "--queries", "3"]
     with pytest.raises(SystemExit) as caught:
         parse(*arguments, "--print-config")

@@ -15,20 +15,20 @@ ACTIONS = {
 }
 
 
-def test_the_first_word_names_an_action_and_the_others_are_its() -> None:
+def test_the_first_word_names_an_action_which_gets_the_others() -> None:
     assert run_action(["push", "a", "b"], ACTIONS, "prge phone", "") == 2
     assert SEEN == [["a", "b"]]
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"], ["help"]])
-def test_all_are_listed(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_subcommands_are_listed(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run_action(arguments, ACTIONS, "prge phone", "About phones.") == 0
     message = capsys.readouterr().out
     assert "usage: prge phone <verb> [flags]" in message and "About phones." in message
     assert "  push  bring things" in message
 
 
-def test_another_word_is_an_error_with_the_nearest() -> None:
+def test_an_unknown_word_is_an_error_that_names_the_nearest() -> None:
     with raises(PrgeError, "verb-unknown", containing="`prge phone push`"):
         run_action(["psh"], ACTIONS, "prge phone", "")
 

@@ -85,7 +85,7 @@ def test_several_files_are_one_source_whose_rows_name_their_file(write: Write) -
     assert read_source((first, second)).sha256 not in digests
 
 
-def test_several_files_that_can_not_be_read(write: Write, tmp_path: Path) -> None:
+def test_unreadable_missing_and_repeated_files_are_refused(write: Write, tmp_path: Path) -> None:
     good, bad = write("good.jsonl", '{"text": "one"}\n'), write("bad.jsonl", '{"text": "two"}\n{"text": }\n')
     with pytest.raises(DataError) as caught:
         read_source((good, bad))
@@ -138,7 +138,7 @@ AS_JSON = json.dumps(MESSAGES)
         ({"text": AS_JSON}, {"text": AS_JSON}),
     ],
 )  # fmt: skip
-def test_messages_as_json_texts(tmp_path: Path, fields: dict[str, str], read: dict[str, object]) -> None:
+def test_messages_may_be_json_texts(tmp_path: Path, fields: dict[str, str], read: dict[str, object]) -> None:
     path = tmp_path / "a.csv"
     with path.open("w", newline="") as stream:
         writer = csv.DictWriter(stream, fields)
@@ -220,7 +220,7 @@ def test_names_of_data_sets(name: str, is_one: bool, tmp_path: Path, monkeypatch
         assert not is_hub_name(Path(name))
 
 
-def test_a_data_set_without_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_data_set_without_its_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with raises(DataError, "package-missing", containing="datasets"):
         read_source("nobody/nothing")

@@ -37,7 +37,7 @@ def _write(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def test_reads_back_exactly(tmp_path: Path) -> None:
+def test_a_journal_reads_back_exactly(tmp_path: Path) -> None:
     _write(tmp_path / "journal.jsonl")
     journal = Journal(tmp_path / "journal.jsonl")
     assert journal.records == RECORDS
@@ -93,7 +93,7 @@ def _signed(content: str) -> bytes:
     ],
 )
 @pytest.mark.timeout(5)
-def test_a_line_with_a_right_checksum_that_is_no_record_is_damage(tmp_path: Path, content: str) -> None:
+def test_a_line_with_a_valid_checksum_that_is_no_record_is_damage(tmp_path: Path, content: str) -> None:
     path = tmp_path / "journal.jsonl"
     path.write_bytes(_signed(content) + _write(tmp_path / "other.jsonl"))
     with raises(RunError, "journal-damaged", containing="line 1 of 5"):
@@ -111,7 +111,7 @@ def test_neither_a_pipe_nor_a_link_is_a_journal(tmp_path: Path, make: Callable[[
     assert target.read_bytes() == b"kept"
 
 
-def test_after_a_full_disk_it_ends_with_its_last_whole_line(tmp_path: Path) -> None:
+def test_after_a_full_disk_a_journal_ends_with_its_last_complete_line(tmp_path: Path) -> None:
     """A limit on the file size accepts a part of a line; an earlier incomplete line is removed."""
     path = tmp_path / "journal.jsonl"
     whole = _write(path)
@@ -133,7 +133,7 @@ def test_after_a_full_disk_it_ends_with_its_last_whole_line(tmp_path: Path) -> N
     assert path.read_bytes() == kept
 
 
-def test_a_torn_line_that_cannot_be_taken_back_goes_before_the_next_one(
+def test_an_incomplete_line_that_cannot_be_removed_at_once_is_removed_before_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "journal.jsonl"

@@ -88,7 +88,7 @@ def test_read_transposes_lora_b(template: Path) -> None:
         assert np.array_equal(adapter.lora_b[module.name], stored.T)
 
 
-def test_written_then_read_is_the_same(tmp_path: Path, template: Path) -> None:
+def test_a_written_adapter_reads_back_equal(tmp_path: Path, template: Path) -> None:
     adapter = some_adapter()
     write_peft(tmp_path / "out", adapter, template)
     again = read_compatible_adapter(tmp_path / "out", MODULES, template)
@@ -210,7 +210,7 @@ def test_an_adapter_of_another_base_model_is_refused_by_hash_or_commit(
         read_compatible_adapter(adapter, MODULES, template)
 
 
-def test_a_folder_without_an_adapter_says_what_it_needs(tmp_path: Path, template: Path) -> None:
+def test_a_folder_without_an_adapter_is_refused(tmp_path: Path, template: Path) -> None:
     with raises(AdapterError, "not-an-adapter"):
         read_peft(tmp_path / "nowhere", MODULES)
     (template / "adapter_model.safetensors").unlink()
@@ -227,7 +227,7 @@ def test_a_truncated_file_is_refused(template: Path, size: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json", "hashes.json"])
-def test_a_flipped_bit_is_noticed(tmp_path: Path, template: Path, name: str) -> None:
+def test_a_flipped_bit_is_detected(tmp_path: Path, template: Path, name: str) -> None:
     write_peft(tmp_path / "out", some_adapter(), template)
     path = tmp_path / "out" / name
     content = bytearray(path.read_bytes())
@@ -237,7 +237,7 @@ def test_a_flipped_bit_is_noticed(tmp_path: Path, template: Path, name: str) -> 
         read_peft(tmp_path / "out", MODULES)
 
 
-def test_hashes_name_no_file_outside(tmp_path: Path, template: Path) -> None:
+def test_hashes_of_files_outside_the_folder_are_refused(tmp_path: Path, template: Path) -> None:
     (template / "hashes.json").write_text('{"../x": "0", "gone": "0"}')
     with pytest.raises(AdapterError) as caught:
         read_peft(template, MODULES)
@@ -362,7 +362,7 @@ def written_by_peft(folder: Path, dtype: str = "float32", **settings: Any) -> An
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_what_peft_writes_is_read(tmp_path: Path, dtype: str) -> None:
+def test_folders_that_peft_writes_are_read(tmp_path: Path, dtype: str) -> None:
     model = written_by_peft(tmp_path, dtype)
     adapter = read_lora(tmp_path)
     assert (adapter.rank, adapter.alpha, adapter.scale_of("0.v_proj")) == (2, 6.0, 3.0)
@@ -409,7 +409,7 @@ def test_an_adapter_with_different_ranks_is_written_and_read(tmp_path: Path) -> 
         read_peft(tmp_path / "even", modules)
 
 
-def test_peft_loads_what_is_written(tmp_path: Path) -> None:
+def test_peft_loads_written_folders(tmp_path: Path) -> None:
     import peft
 
     generator = np.random.default_rng(0)

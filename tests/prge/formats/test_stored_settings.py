@@ -120,7 +120,7 @@ def test_settings_can_be_signed_for_another_machine() -> None:
     assert is_own(content, "a")
 
 
-def test_which_values_are_outside_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_outside_of_the_folder_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "run"
     (folder / "rows").mkdir(parents=True)
     (folder / "rows/train.jsonl").write_text("{}")

@@ -434,7 +434,7 @@ def test_threads_submit_and_cancel_while_one_works() -> None:
     assert len(answers) == 30
 
 
-def test_nobody_waits_for_ever() -> None:
+def test_waiting_for_a_completion_can_time_out() -> None:
     ticket = Generator(NumpyGenerationEngine(), TOKENIZER).submit(make_request())
     with pytest.raises(TimeoutError):
         ticket.wait(0.01)

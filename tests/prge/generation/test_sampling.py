@@ -139,7 +139,7 @@ def test_without_a_seed_every_completion_differs() -> None:
     assert sampled(logits, [], 20, seed=None) != sampled(logits, [], 20, seed=None)
 
 
-def test_logits_stay_as_they_are() -> None:
+def test_sampling_does_not_change_the_logits() -> None:
     logits = logits_of(2, 1, -1)
     sampled(logits, [0, 2], 3, repetition_penalty=2.0, top_p=0.5)
     assert logits.tolist() == [2, 1, -1]
@@ -173,7 +173,7 @@ def test_invalid_settings_are_refused(given: dict[str, Any], message: str) -> No
     assert caught.value.problems == [message]
 
 
-def test_a_large_vocabulary_is_no_burden() -> None:
+def test_sampling_from_a_large_vocabulary_is_fast() -> None:
     logits: NDArray[np.float32] = np.random.default_rng(0).normal(0, 3, 262_144).astype(np.float32)
     for chosen in (
         SamplingSettings(),

@@ -51,7 +51,7 @@ def test_joined_chunks_are_the_text_of_all_tokens(tokenizer_name: str, text: str
 @pytest.mark.parametrize("tokenizer_name", tokenizers())
 @given(before=TEXTS, text=TEXTS)
 @settings(max_examples=80)
-def test_a_text_goes_on_from_its_prompt_with_the_prompts_spaces(
+def test_a_text_continues_its_prompt_with_the_prompts_spaces(
     tokenizer_name: str, before: str, text: str
 ) -> None:
     tokenizer = tokenizers()[tokenizer_name]
@@ -132,7 +132,7 @@ def test_a_text_without_a_prompt_begins_without_a_space(tokenizer_name: str) -> 
     assert "".join(parts(ended, tokenizer.encode(" \nb: a"))) == "" and ended.stopped
 
 
-def test_what_could_be_the_beginning_of_a_stop_word_is_held_back_no_longer_than_needed() -> None:
+def test_a_possible_beginning_of_a_stop_word_is_held_back_no_longer_than_needed() -> None:
     tokenizer = tokenizers()["byte fallback"]
     stream = TextStream(tokenizer, ["abc", "cc"])
     shown = [stream.push(token) for token in byte_tokens(b"xabxca")]

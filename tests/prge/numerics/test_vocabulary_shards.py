@@ -77,7 +77,7 @@ class Shards:
     spread=st.sampled_from([0.1, 3.0, 30.0]),
 )
 @settings(derandomize=True)
-def test_logprobs_and_their_tangents_are_those_of_the_whole(
+def test_logprobs_and_their_tangents_equal_those_of_the_whole_vocabulary(
     seed: int, shards: int, middle: float, spread: float
 ) -> None:
     random = np.random.default_rng(seed)

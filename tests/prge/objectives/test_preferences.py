@@ -219,7 +219,7 @@ def test_weights_change_the_loss_of_an_evaluation_and_not_its_perplexity() -> No
 
 
 @pytest.mark.parametrize("name", ["dpo", "kto", "orpo"])
-def test_figures_of_an_evaluation(name: str) -> None:
+def test_an_evaluation_of_preferences_has_figures(name: str) -> None:
     engine = NumpyEngine()
     adapter = Adapter.zeros(engine.model.modules)
     rows = with_reference_scores(engine, adapter, pairs(6))

@@ -25,7 +25,7 @@ def interrupt() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_the_first_one_ends_the_work_and_others_leave_its_end_alone() -> None:
+def test_the_first_interrupt_ends_the_work_and_later_ones_do_not_disturb_its_end() -> None:
     ended = []
     with single_interrupt(restored=True):
         with pytest.raises(KeyboardInterrupt):
@@ -37,7 +37,7 @@ def test_the_first_one_ends_the_work_and_others_leave_its_end_alone() -> None:
         interrupt()
 
 
-def test_after_the_work_none_counts() -> None:
+def test_an_interrupt_after_the_work_is_ignored() -> None:
     with single_interrupt(restored=True):
         ignore_interrupts()
         interrupt()

@@ -38,7 +38,7 @@ def test_a_package_that_is_not_installed_points_to_the_checkout(monkeypatch: pyt
     assert requirement("torch") == "torch"
 
 
-def test_no_text_of_the_repository_asks_pip_for_prge_from_an_index() -> None:
+def test_no_text_of_the_repository_installs_prge_from_an_index() -> None:
     texts = [*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md")]
     texts += [
         path

@@ -74,7 +74,7 @@ def test_a_child_ends_with_its_parent(parent: subprocess.Popen[str], how: signal
     assert ends_within(child, 2)
 
 
-def test_a_parent_that_has_ended_before_takes_its_child_along(child_code: str) -> None:
+def test_a_child_ends_if_its_parent_has_already_ended(child_code: str) -> None:
     """The parent ends before the child calls the kernel, when the child already has another parent."""
     environment = {**os.environ, "PRGE_STARTER": str(os.getppid())}
     done = subprocess.run(

@@ -62,7 +62,7 @@ def checkpoints(tmp_path: Path, template: Path) -> Path:
     return folder
 
 
-def test_what_is_saved_is_loaded(checkpoints: Path) -> None:
+def test_a_saved_checkpoint_is_loaded(checkpoints: Path) -> None:
     state = _state(0)
     load_checkpoint(checkpoint_folder(checkpoints, 10), state)
     assert state.step == 10

@@ -153,7 +153,7 @@ ESTIMATORS = {
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_it_learns(tmp_path: Path, name: str) -> None:
+def test_the_loop_learns(tmp_path: Path, name: str) -> None:
     run = Run(tmp_path / "run", estimator=ESTIMATORS[name], steps=150)
     before = score(run.engine, run.fresh_state().adapter, run.examples).loss
     after = score(run.engine, run.go().adapter, run.examples).loss
@@ -200,7 +200,7 @@ class DyingEngine:
     ],
 )
 @pytest.mark.parametrize("encoder", [False, True])
-def test_killed_at_any_call_and_resumed_it_ends_in_the_same_bits(
+def test_a_run_killed_at_any_call_resumes_with_the_same_bits(
     tmp_path: Path, encoder: bool, name: str, forgets: bool
 ) -> None:
     expected = _bits(Run(tmp_path / "whole", encoder, ESTIMATORS[name], forgets).go())
@@ -216,7 +216,7 @@ def test_killed_at_any_call_and_resumed_it_ends_in_the_same_bits(
     assert (tmp_path / "killed/journal.jsonl").read_bytes() == (tmp_path / "whole/journal.jsonl").read_bytes()
 
 
-def test_killed_before_a_checkpoint_is_written(tmp_path: Path) -> None:
+def test_a_run_killed_before_a_checkpoint_is_written_resumes_with_the_same_bits(tmp_path: Path) -> None:
     expected = _bits(Run(tmp_path / "whole").go())
     run = Run(tmp_path / "killed")
 
@@ -228,7 +228,7 @@ def test_killed_before_a_checkpoint_is_written(tmp_path: Path) -> None:
     assert _bits(run.go()) == expected
 
 
-def test_resumed_from_any_checkpoint_or_from_none(tmp_path: Path) -> None:
+def test_a_run_resumes_from_any_checkpoint_or_from_none(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     expected = _bits(run.go())
     checkpoints = sorted((tmp_path / "run/checkpoints").glob("step-*"), reverse=True)
@@ -287,7 +287,7 @@ def test_the_best_evaluation_has_a_checkpoint(tmp_path: Path) -> None:
     assert run.evaluate(restored)["value"] == state.progress.best_value
 
 
-def test_early_stop(tmp_path: Path) -> None:
+def test_patience_stops_a_run_early(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", steps=1000, evaluate_every=2, patience=3, divergence_ratio=1e9)
     values = iter([0.1, 0.5, 0.2, 0.3, 0.5])
     run.evaluate = lambda state: {"loss": 0.0, "value": next(values)}  # type: ignore[method-assign]

@@ -76,7 +76,9 @@ class Steps(SilentObserver):
             self.computed.append(record["step"])
 
 
-def test_it_trains_and_writes_the_best_step(engine: NumpyEngine, data: SessionData, store: RunStore) -> None:
+def test_a_session_trains_and_writes_the_best_step(
+    engine: NumpyEngine, data: SessionData, store: RunStore
+) -> None:
     begin(store)
     session = open_session(RECIPE, engine, data, store)
     assert session.state.step == 0
@@ -89,7 +91,7 @@ def test_it_trains_and_writes_the_best_step(engine: NumpyEngine, data: SessionDa
 
 
 @pytest.mark.parametrize("until", [1, 3, 5, 9])
-def test_an_interrupted_session_continues_to_the_same_bits(
+def test_an_interrupted_session_resumes_with_the_same_bits(
     engine: NumpyEngine, data: SessionData, store: RunStore, until: int, tmp_path: Path
 ) -> None:
     begin(store)
@@ -108,7 +110,7 @@ def test_an_interrupted_session_continues_to_the_same_bits(
     assert again.state.adapter.values.tobytes() == whole.state.adapter.values.tobytes()
 
 
-def test_it_may_end_before_the_recipes_last_step(
+def test_a_session_may_end_before_the_recipes_last_step(
     engine: NumpyEngine, data: SessionData, store: RunStore
 ) -> None:
     """A shorter session has the learning rates of the whole recipe."""

@@ -41,7 +41,7 @@ def attack(*arguments: object) -> subprocess.CompletedProcess[str]:
         ("settings", 20),
     ],
 )
-def test_nothing_fails(work: Path, part: str, cases: int) -> None:
+def test_attacks_cause_no_failure(work: Path, part: str, cases: int) -> None:
     arguments = ["--work", work, "--kinds", "decoder", "--only", part, "--cases", cases, "--processes", 1]
     done = attack(*arguments, "--json", work / "attack.json", "--minutes", 4)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -145,7 +145,7 @@ def gradients_of(of_type: Derived, grad_output: torch.Tensor) -> tuple[torch.Ten
         *second_tier(("llama", 1), ("bert", 1)),
     ],
 )
-def test_gradients_are_those_of_autograd_for_each_row_of_the_adapter(
+def test_gradients_equal_autograds_for_each_row_of_the_adapter(
     architecture: str, rank: int, tmp_path: Path
 ) -> None:
     for of_type in derived_of(architecture, tmp_path, rank=rank):

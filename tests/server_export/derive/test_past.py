@@ -138,7 +138,7 @@ def test_later_tokens_have_the_outputs_of_the_whole_sequence(architecture: str, 
 @pytest.mark.parametrize(
     "architecture", ["llama", *second_tier(*(name for name in DECODERS if name != "llama"))]
 )
-def test_the_backward_pass_in_chunks_is_that_of_the_whole(architecture: str, tmp_path: Path) -> None:
+def test_the_backward_pass_in_chunks_equals_that_of_the_whole_row(architecture: str, tmp_path: Path) -> None:
     """The last chunk comes first: it returns gradients of the keys and values of the chunk before it."""
     block = Derived(architecture, tmp_path)
     state, grad_output = (random(1, LENGTH, block.width, seed=seed).float() for seed in range(2))

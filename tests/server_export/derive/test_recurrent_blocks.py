@@ -175,7 +175,7 @@ def test_chunks_and_single_tokens_continue_the_sequence(block: Derived) -> None:
 
 
 @pytest.mark.parametrize("block", ALL, indirect=True)
-def test_gradients_are_autograds_at_once_and_in_chunks(block: Derived) -> None:
+def test_gradients_equal_autograds_at_once_and_in_chunks(block: Derived) -> None:
     state, grad_output = (random(1, LENGTH, block.width, seed=seed).float() for seed in range(2))
     matrices = {name: m.clone().requires_grad_() for name, m in block.adapter.items()}
     differentiated = state.clone().requires_grad_()

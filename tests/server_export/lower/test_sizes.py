@@ -75,7 +75,7 @@ def attention() -> torch.fx.GraphModule:
     return with_weights(traced(Attention(), *shapes))
 
 
-def test_it_is_the_program_that_torch_exports_with_dynamic_sizes(attention: torch.fx.GraphModule) -> None:
+def test_the_program_equals_that_of_torch_export_with_dynamic_sizes(attention: torch.fx.GraphModule) -> None:
     program = dynamic_program(attention, {"rows": ROWS, "tokens": TOKENS})
     module = Attention()
     module.load_state_dict(dict(attention.state_dict()))

@@ -116,7 +116,7 @@ def test_rotations_are_not_quantized(folder: Path) -> None:
 @pytest.mark.parametrize(
     "folder", ["deberta-v2", *second_tier("mpnet", "modernbert", "albert")], indirect=True
 )
-def test_encoders_with_relative_positions(folder: Path) -> None:
+def test_encoders_with_relative_positions_are_exported(folder: Path) -> None:
     """Rows are longer than windows and buckets. Layers that read tables of distances can't be adapted."""
     names = [
         name for name, _ in load_meta_model(str(folder)).model.named_modules() if name.endswith("query_proj")
@@ -144,7 +144,7 @@ _UNUSUAL = {
 @pytest.mark.parametrize(
     "model_type", ["convbert", *second_tier(*(name for name in _UNUSUAL if name != "convbert"))]
 )
-def test_encoders_with_unusual_forwards(model_type: str, tmp_path: Path) -> None:
+def test_encoders_with_unusual_forwards_are_exported(model_type: str, tmp_path: Path) -> None:
     make_tiny(model_type).save_pretrained(tmp_path)
     chain = build_chain(
         load_meta_model(str(tmp_path)), find_files(str(tmp_path)), start_of(tmp_path), longest=LONGEST
@@ -152,7 +152,7 @@ def test_encoders_with_unusual_forwards(model_type: str, tmp_path: Path) -> None
     assert compare_with_model(chain, str(tmp_path), None).difference < 1e-5
 
 
-def test_the_encoder_of_an_encoder_decoder_model(tmp_path: Path) -> None:
+def test_the_encoder_of_an_encoder_decoder_model_is_exported(tmp_path: Path) -> None:
     """The encoder of a T5 checkpoint is exported if its configuration names only the encoder."""
     config = transformers.T5Config(
         vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=3, num_heads=4, decoder_start_token_id=0

@@ -168,7 +168,7 @@ _TYPES = {
     "model_type", ["roberta", *second_tier(*(name for name in _TYPES if name != "roberta"))]
 )
 @pytest.mark.parametrize("scheme", ["fp32", *second_tier("8da8w")])
-def test_encoders_of_other_types(tmp_path: Path, model_type: str, scheme: str) -> None:
+def test_encoders_of_other_types_are_published(tmp_path: Path, model_type: str, scheme: str) -> None:
     make_tiny(model_type).save_pretrained(tmp_path / "model")
     loaded = load_model(str(tmp_path / "model"), pooled=True)
     built = build_encoder(tmp_path, loaded, NO_ADAPTER, EncoderSpec(LENGTH, "first", scheme))

@@ -90,7 +90,7 @@ def test_a_whole_folder_is_pushed_into_a_repository_that_is_private_by_default(
         (["me/shown", "--overwrite"], {}, "me/shown exists, and everybody can read it.\n  Give --public"),
     ],
 )
-def test_what_can_t_be_pushed_is_refused_before_anything_is_made(
+def test_an_impossible_push_is_refused_before_anything_is_written(
     publish: Publish,
     hub: Hub,
     tmp_path: Path,
@@ -136,5 +136,5 @@ def test_a_failed_push_leaves_the_folder_and_is_repeated_with_overwrite(
     assert hub.private == {"me/tuned": True} and "adapter_model.safetensors" in hub.files["me/tuned"]
 
 
-def test_public_belongs_to_push(publish: Publish) -> None:
+def test_public_needs_push(publish: Publish) -> None:
     assert "--public belongs to --push" in publish("--public").stderr

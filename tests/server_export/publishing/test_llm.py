@@ -61,7 +61,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return published(DEMO, tmp_path_factory.mktemp("demo"))
 
 
-def test_the_stock_runner_writes_what_transformers_does(demo: Path) -> None:
+def test_the_stock_runner_generates_the_same_text_as_transformers(demo: Path) -> None:
     prompts = ("Once upon a time", "The little dog was very happy, because it was a sunny day. " * 3)
     for prompt in prompts:
         text = in_runner(demo, prompt)
@@ -69,7 +69,7 @@ def test_the_stock_runner_writes_what_transformers_does(demo: Path) -> None:
         assert text != in_transformers(DEMO, prompt), "the adapter changes nothing"
 
 
-def test_the_folder_has_what_an_app_needs(demo: Path) -> None:
+def test_the_folder_has_all_files_that_an_app_needs(demo: Path) -> None:
     manifest = json.loads((demo / "manifest.json").read_text())
     assert set(manifest["files"]) == {"program.pte", "tokenizer.json", "README.md"}
     assert manifest["runner"] == {

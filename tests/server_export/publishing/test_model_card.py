@@ -150,7 +150,7 @@ def test_a_hub_id_without_a_commit_is_shown_if_it_comes_from_the_hub(
         assert "base_model" not in card("tangent", BaseModel(name))
 
 
-def test_it_shows_the_amount_of_training_and_the_step_of_the_adapter() -> None:
+def test_a_card_shows_the_amount_of_training_and_the_step_of_the_adapter() -> None:
     text = card("tangent", quantization={"scheme": "8da4w"})
     for expected in (
         "7 steps on 90 training examples, of which the adapter is that after step 5; ",
@@ -196,7 +196,9 @@ def test_a_damaged_summary_is_empty(tmp_path: Any, content: str) -> None:
         ({"format": "llm", "scheme": "8da4w"}, ""),
     ],
 )
-def test_it_shows_which_weights_the_adapter_was_trained_with(changes: Mapping[str, Any], text: str) -> None:
+def test_a_card_shows_which_weights_the_adapter_was_trained_with(
+    changes: Mapping[str, Any], text: str
+) -> None:
     text = " ".join(card("exact", changes=changes, quantization={"scheme": "8da4w"}).split())
     trained_against = (
         "trained and scored against frozen weights that are rounded to 8da4w, in an engine that rounds"

@@ -85,7 +85,7 @@ def test_parts_of_a_json_file_are_used_like_those_of_a_folder(tmp_path: Path) ->
         ("dpo", {"prompt", "chosen", "rejected"}, "pairs, 2 ratings left out"),
     ],
 )
-def test_feedback_is_tuned_on(tmp_path: Path, objective: Any, columns: set[str], note_end: str) -> None:
+def test_rows_of_feedback_are_used(tmp_path: Path, objective: Any, columns: set[str], note_end: str) -> None:
     answers = [AnswerRecord(str(n), "m", "", {"prompt": f"p{n}"}, " b", {}) for n in range(22)]
     given = [each.to_feedback(correction=" c") for each in answers[2:]]
     append_feedback(

@@ -40,7 +40,7 @@ def decided(record: Record) -> list[str]:
     return [each.name for each in record.decisions]
 
 
-def test_nothing_is_written_before_it_is_kept(settings: TuneSettings) -> None:
+def test_a_record_writes_nothing_before_it_is_kept(settings: TuneSettings) -> None:
     record = Record(settings)
     record.decide(Decision("quantize", "fp32", "small"))
     assert record.fact("fact", lambda: 3) == 3

@@ -91,7 +91,7 @@ def pack(lowered: LoweredBlocks, folder: Path) -> list[Path]:
     return paths
 
 
-def test_both_blocks_of_one_type_are_right_however_they_are_loaded(
+def test_both_blocks_of_one_type_compute_correctly_however_they_are_loaded(
     lowered: LoweredBlocks, tmp_path: Path
 ) -> None:
     alone = compute_outputs(lowered, loaded(lowered))
@@ -132,7 +132,9 @@ def test_methods_stay_when_their_weights_are_released(lowered: LoweredBlocks, tm
     assert not WeightsFile(lowered.weights[0]).release_pages()
 
 
-def test_pages_are_released_where_the_packed_file_still_lies(dynamic: LoweredBlocks, tmp_path: Path) -> None:
+def test_pages_of_a_packed_file_that_still_exists_are_released(
+    dynamic: LoweredBlocks, tmp_path: Path
+) -> None:
     """The backend maps a file once per process; unloading the last method unmaps it."""
     program, (packed, _) = Program(dynamic.program), pack(dynamic, tmp_path)
     one, other = (WeightsFile(dynamic.weights[0], packed) for _ in range(2))
@@ -215,7 +217,7 @@ def test_read_only_inputs_are_accepted_and_read_only_outputs_refused(dynamic: Lo
         method.run(inputs, outputs)
 
 
-def test_blocks_hand_a_state_on(dynamic: LoweredBlocks) -> None:
+def test_a_block_reads_the_hidden_states_of_the_previous_block(dynamic: LoweredBlocks) -> None:
     first, second = (methods["score"] for methods in loaded(dynamic, arena_for(dynamic)))
     state, mask, lora_b = example("score", 3, 4)
     between, last = room("score", 3, 4)[0], room("score", 3, 4)[0]
@@ -227,7 +229,7 @@ def test_blocks_hand_a_state_on(dynamic: LoweredBlocks) -> None:
     np.testing.assert_allclose(last, want[0], rtol=1e-5, atol=1e-5)
 
 
-def test_calls_in_a_row_read_the_current_arrays(dynamic: LoweredBlocks) -> None:
+def test_a_sequence_of_calls_reads_the_current_arrays(dynamic: LoweredBlocks) -> None:
     blocks = loaded(dynamic, arena_for(dynamic))
     inputs, outputs = example("score", 2, 5), [room("score", 2, 5) for _ in blocks]
     lora = inputs[1:]
@@ -252,7 +254,7 @@ def test_calls_in_a_row_read_the_current_arrays(dynamic: LoweredBlocks) -> None:
     assert outputs[1][0].tobytes() == expected[1]
 
 
-def test_a_row_of_calls_is_refused_where_one_of_its_arrays_doesnt_fit(dynamic: LoweredBlocks) -> None:
+def test_a_sequence_of_calls_with_an_array_that_does_not_fit_is_refused(dynamic: LoweredBlocks) -> None:
     method = loaded(dynamic)[0]["score"]
     with pytest.raises(EngineRefusalError):
         bind_calls([(method, [], room("score", 2, 5))])
@@ -268,7 +270,7 @@ def test_memory_that_no_call_touches_is_not_taken(dynamic: LoweredBlocks) -> Non
     assert resident() - before < 1 << 26
 
 
-def test_methods_outlive_what_they_were_loaded_from(dynamic: LoweredBlocks) -> None:
+def test_methods_outlive_their_programs_and_weights_files(dynamic: LoweredBlocks) -> None:
     blocks = loaded(dynamic, arena_for(dynamic))
     assert len(compute_outputs(dynamic, blocks)) == len(dynamic.shapes) * 6
 
@@ -376,7 +378,7 @@ def test_weights_of_another_type_are_refused(
     compute_outputs(dynamic, loaded(dynamic))
 
 
-def test_what_cant_be_written_to_a_packed_file_is_refused(dynamic: LoweredBlocks, tmp_path: Path) -> None:
+def test_weights_that_cannot_be_packed_are_refused(dynamic: LoweredBlocks, tmp_path: Path) -> None:
     """The engine would keep such weights in memory, and leave an incomplete file."""
 
     def attempt(limit: int) -> None:

@@ -210,7 +210,7 @@ def test_messages_that_flower_fails_on_only_affect_their_sender(
     assert scene.enemy.node.node_id not in scene.rounds.received[-1]
 
 
-def test_an_answer_counts_once(scene: Scene) -> None:
+def test_a_reply_counts_once(scene: Scene) -> None:
     task = scene.task()
     for content in (b"first", b"second"):
         with contextlib.suppress(httpx.HTTPStatusError):

@@ -126,7 +126,7 @@ def test_killed_devices_and_servers_recover(tmp_path: Path) -> None:
 
 
 @pytest.mark.whole
-def test_an_answer_to_an_older_round_is_dropped(tmp_path: Path) -> None:
+def test_a_reply_to_an_older_round_is_dropped(tmp_path: Path) -> None:
     rounds = Echoes(2)
     slow = "time.sleep(15 if task[0] == 0 else 0) or task"
     with serving(tmp_path / "server") as link, device(tmp_path / "slow", link.address, code=slow) as child:

@@ -54,7 +54,7 @@ def test_another_sampler_has_the_same_distribution() -> None:
     assert distance < len(left) + 5 * math.sqrt(2 * len(left))
 
 
-def test_its_epsilon_is_below_that_of_another_library() -> None:
+def test_epsilon_is_below_that_of_another_library() -> None:
     """The paper's bound comes from concentrated differential privacy, which is less tight."""
     from opendp import prelude as dp
 
@@ -68,7 +68,7 @@ def test_its_epsilon_is_below_that_of_another_library() -> None:
 
 
 @pytest.mark.parametrize("shift", [1, 37, 700, 1024, 3000])
-def test_it_reveals_at_most_what_normals_of_a_smaller_variance_reveal(shift: int) -> None:
+def test_the_noise_reveals_at_most_what_normals_of_a_smaller_variance_reveal(shift: int) -> None:
     """Compute delta of two discrete Gaussians an integer apart, term by term, at the normals' epsilon."""
     bits = 10
     _, masses = _masses(bits)

@@ -141,7 +141,7 @@ def test_a_foreign_page_stops_no_run_and_reads_nothing(
         assert process.wait(10) == 0
 
 
-def test_a_link_to_the_page_asks_nothing(tmp_path: Path, visit: Callable[..., Any]) -> None:
+def test_a_link_to_the_page_sends_no_message(tmp_path: Path, visit: Callable[..., Any]) -> None:
     """A link must not send a message in the name of the person who follows it."""
     with served(feedback=tmp_path / "feedback.jsonl") as server:
         for link in ("?q=Hello", "?prompt=Hello&model=base&submit=1", "?message=Hello#q=Hello", "#Hello"):

@@ -49,7 +49,7 @@ def refusal(root: Path, name: str) -> int:
     return caught.value.status
 
 
-def test_runs_below_a_folder_or_the_one_that_it_is(tmp_path: Path) -> None:
+def test_runs_are_those_below_a_folder_or_the_folder_itself(tmp_path: Path) -> None:
     write_run(tmp_path / "a" / "first")
     write_run(tmp_path / "tuned" / "search" / "0.01-4", status="running")
     (tmp_path / "a" / "first" / "checkpoints" / "journal.jsonl").parent.mkdir()

@@ -153,7 +153,7 @@ def test_ratings_and_corrections_are_kept(server: Served, visit: Visit) -> None:
 
 
 @pytest.mark.whole
-def test_a_server_without_feedback_says_so(visit: Visit) -> None:
+def test_a_server_without_feedback_reports_that(visit: Visit) -> None:
     with served(chats=False) as server:
         page = visit(server.url)
         page.get_by_role("textbox", name="Text to continue").fill("Once upon")
@@ -201,7 +201,7 @@ def test_learned_adapters_and_reverting_them(visit: Visit) -> None:
 
 
 @pytest.mark.whole
-def test_a_conversation_goes_on_while_one_looks_at_runs(server: Served, visit: Visit) -> None:
+def test_a_conversation_continues_while_training_runs_are_shown(server: Served, visit: Visit) -> None:
     page = visit(server.url)
     expect(ask(page, "Hello!")).to_contain_text("You said: Hello!")
     slow = ask(page, "slow")
@@ -244,7 +244,7 @@ def test_a_megabyte_without_a_space(server: Served, visit: Visit) -> None:
 
 
 @pytest.mark.whole
-def test_a_thousand_messages_leave_the_page_quick(visit: Visit) -> None:
+def test_the_page_stays_fast_with_a_thousand_messages(visit: Visit) -> None:
     with served(chats=False) as server:
         page = visit(server.url)
         page.get_by_role("checkbox", name="tuned").check()
@@ -375,7 +375,7 @@ def test_the_page_by_keyboard(server: Served, visit: Visit) -> None:
 
 @pytest.mark.whole
 @pytest.mark.parametrize("locale", ["de-AT", "fr-FR"])
-def test_the_language_is_the_browsers_or_the_other(server: Served, visit: Visit, locale: str) -> None:
+def test_the_language_is_the_browsers_and_can_be_switched(server: Served, visit: Visit, locale: str) -> None:
     page = visit(server.url, locale)
     is_german = locale == "de-AT"
     expect(page.get_by_role("button", name="Senden" if is_german else "Send", exact=True)).to_be_visible()
@@ -389,7 +389,7 @@ def test_the_language_is_the_browsers_or_the_other(server: Served, visit: Visit,
 
 
 @pytest.mark.whole
-def test_pictures_of_it(server: Served, visit: Visit, pictures: Path) -> None:
+def test_screenshots_of_the_chat(server: Served, visit: Visit, pictures: Path) -> None:
     def talk(page: Any) -> None:
         page.get_by_role("checkbox", name="tuned").check()
         for text in ("Hello! Tell me about the hotel in Northwick, please.", "And how was the breakfast?"):

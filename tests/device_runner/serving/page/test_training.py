@@ -148,7 +148,7 @@ def test_hostile_content_of_a_run_is_shown_as_text(tmp_path: Path, visit: Visit)
 
 
 @pytest.mark.whole
-def test_a_page_without_runs_says_how_to_have_them(tmp_path: Path, visit: Visit) -> None:
+def test_a_page_without_runs_names_the_command_that_shows_runs(tmp_path: Path, visit: Visit) -> None:
     with served() as server:
         page = visit(f"{server.url}/training")
         expect(page.locator("main")).to_contain_text("prge watch FOLDER")
@@ -160,7 +160,7 @@ def test_a_page_without_runs_says_how_to_have_them(tmp_path: Path, visit: Visit)
 
 
 @pytest.mark.whole
-def test_pictures_of_it(tmp_path: Path, visit: Visit, pictures: Path) -> None:
+def test_screenshots_of_training_runs(tmp_path: Path, visit: Visit, pictures: Path) -> None:
     def wait_for_curves(page: Any) -> None:
         expect(page.locator("svg")).to_have_count(2)
 

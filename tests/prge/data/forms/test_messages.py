@@ -106,7 +106,7 @@ def test_unread_template_arguments_are_reported() -> None:
         {"prompt": "Hi", "completion": [ANSWER], "label": True},
     ],
 )
-def test_a_column_system_is_the_message_of_the_system(row: Mapping[str, Any]) -> None:
+def test_a_column_system_is_the_system_message(row: Mapping[str, Any]) -> None:
     wanted = rendered(CHATML, [make_message("system", "Be brief."), *CHAT])
     what: Any = "completion" if {"chosen", "label"} & row.keys() else None
     texts, report = built(CHATML, {**row, "system": "Be brief."}, objective=what)
@@ -168,7 +168,7 @@ def test_contents_may_be_parts_that_are_texts(template: str) -> None:
     )
 
 
-def test_null_keys_of_messages_are_none_at_all() -> None:
+def test_null_keys_of_messages_are_ignored() -> None:
     """Rows of the hub's data sets all have the same keys, with nulls."""
     call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": {}}}
     nulls = [
@@ -291,7 +291,7 @@ def test_ignored_parts_of_messages_are_reported(template: str, expected: list[st
     assert result == (all_of_it if expected is None else expected)
 
 
-def test_variables_of_a_template() -> None:
+def test_the_variables_of_a_template_are_listed() -> None:
     assert ChatTemplate(THINKS, SPECIAL).variables == {"tools", "enable_thinking"}
     assert ChatTemplate(CHATML, SPECIAL).variables == ChatTemplate(DATED, SPECIAL).variables == set()
 

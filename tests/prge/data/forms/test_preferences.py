@@ -140,7 +140,7 @@ def test_prompt_and_answers_are_split(
         ),
     ],
 )
-def test_pairs_that_cant_be_used(changed: Mapping[str, Any], code: str) -> None:
+def test_unusable_pairs_are_refused(changed: Mapping[str, Any], code: str) -> None:
     objective: ObjectiveName
     for objective in ("dpo", "kto"):
         with raises(DataError, code, containing="row 2"):
@@ -265,7 +265,7 @@ def test_a_weight_counts_and_must_be_a_number() -> None:
             built({**fields, "weight": wrong})
 
 
-def test_a_task_takes_the_objectives_of_its_candidates_alone() -> None:
+def test_a_task_accepts_only_the_objectives_of_candidates() -> None:
     words = {"name": "mood", "template": "{text} was", "label_words": {0: " bad", 1: " good"}}
     task = parse_task(words, "mood")
     fields = rows({"text": "the film", "label": 1}, {"text": "the cat", "label": 0})

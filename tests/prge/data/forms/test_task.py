@@ -206,7 +206,9 @@ def test_label_of_choices_by_index_or_column() -> None:
         ("squad", {"answers": 3}, "column-not-texts", "'answers'"),
     ],
 )
-def test_rows_that_do_not_fit(name: str, change: Mapping[str, Any], code: str, value: str) -> None:
+def test_rows_that_do_not_fit_are_refused(
+    name: str, change: Mapping[str, Any], code: str, value: str
+) -> None:
     row = {**GOLDEN[name][0], **change}
     task = load_task(name)
     with raises(RowError, code, containing=value):
@@ -217,7 +219,7 @@ def test_rows_that_do_not_fit(name: str, change: Mapping[str, Any], code: str, v
             task.label(row)
 
 
-def test_missing_column() -> None:
+def test_a_missing_column_is_named() -> None:
     with raises(RowError, "column-missing", containing="sentence"):
         load_task("sst2").prompt({"text": "a"})
 
@@ -256,7 +258,7 @@ def test_templates(source: str, row: dict[str, Any], text: str) -> None:
         "{a|strip()}",
     ],
 )
-def test_templates_reach_nothing_but_columns(source: str) -> None:
+def test_templates_read_nothing_but_columns(source: str) -> None:
     with pytest.raises(ValueError):
         Template.parse(source)
 
@@ -329,7 +331,7 @@ QUESTION = {"name": "q", "template": "{q}", "columns": {"answers": "a"}, "metric
         (["a"], "it must hold keys and values"),
     ],
 )
-def test_task_that_can_not_be_used(content: object, problem: str) -> None:
+def test_unusable_tasks_are_refused(content: object, problem: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_task(content, "mine.yaml")
     assert any(each.startswith(problem) for each in caught.value.problems), caught.value.problems
@@ -343,7 +345,7 @@ def test_generation_settings() -> None:
     assert parse_task({**QUESTION, "generate": given}, "a").generate == Generate(5, ("#", "\n\n"))
 
 
-def test_unknown_name_and_damaged_yaml(tmp_path: Path) -> None:
+def test_unknown_names_and_damaged_yaml_are_reported(tmp_path: Path) -> None:
     with raises(ConfigError, "task-unknown", containing="sst2"):
         load_task("sst-2")
     path = tmp_path / "a.yaml"

@@ -35,11 +35,13 @@ def test_json_is_a_list_of_rows_or_of_texts(write: Write) -> None:
     assert read_rows(write("b.json", '["one", "two"]')) == read_rows(path)
 
 
-def test_jsonl_by_the_name_of_json(write: Write) -> None:
+def test_jsonl_may_have_the_extension_json(write: Write) -> None:
     assert read_rows(write("a.json", '{"text": "one"}\n{"text": "two"}\n'))[1] == Row(2, {"text": "two"})
 
 
-def test_more_rows_than_a_file_explains_are_refused(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_expand_to_too_many_rows_are_refused(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows of two bytes in a file take hundreds of bytes in memory."""
     monkeypatch.setattr(parquet, "LEAST_BYTES", 0)
     with raises(DataError, "file-expands", containing="202"):
@@ -293,7 +295,7 @@ def test_many_problems_are_counted(write: Write) -> None:
     assert len(lines) == 1 + 41 + 1
 
 
-def test_missing_file(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     with raises(DataError, "file-missing"):
         read_rows(tmp_path / "a.jsonl")
 
@@ -315,7 +317,7 @@ def test_ranges_of_one_shuffle_share_no_row(count: int, seed: int, cut: int) -> 
     assert sorted([*train, *rest]) == list(range(count))
 
 
-def test_selection_that_leaves_nothing() -> None:
+def test_a_selection_without_rows_is_refused() -> None:
     with raises(DataError, "selection-empty", containing="3"):
         select_rows([1, 2, 3], Selection(start=3))
 
@@ -326,7 +328,7 @@ def test_invalid_selections() -> None:
     assert len(caught.value.problems) == 3
 
 
-def test_sst2_is_read_entirely(shared: Path) -> None:
+def test_all_of_sst2_is_read(shared: Path) -> None:
     path = shared / "data" / "sst2" / "train.tsv"
     rows = read_rows(path)
     assert len(rows) == 67_349

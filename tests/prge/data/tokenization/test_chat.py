@@ -166,7 +166,7 @@ def test_same_tokens_as_transformers(name: str) -> None:
         ("{{ 9 ** (9 ** 9) }}", ["seconds"]),
     ],
 )
-def test_template_that_loops_or_grows_is_ended(source: str, values: list[str]) -> None:
+def test_a_template_that_loops_or_grows_is_stopped(source: str, values: list[str]) -> None:
     with measured_children() as took, raises(BundleError, "chat-template-unbounded") as caught:
         ChatTemplate(source, SPECIAL).render(CONVERSATIONS["answer"])
     assert any(value in str(caught.value) for value in values)
@@ -213,7 +213,7 @@ def test_a_child_that_crossed_a_bound_leaves_no_process() -> None:
     assert children() <= before
 
 
-def test_a_template_that_is_not_needed_any_more_ends_its_child() -> None:
+def test_an_unused_template_ends_its_child() -> None:
     before = children()
     template = ChatTemplate(CHATML, SPECIAL)
     assert len(children() - before) == 1
@@ -222,7 +222,7 @@ def test_a_template_that_is_not_needed_any_more_ends_its_child() -> None:
     assert children() <= before
 
 
-def test_a_long_conversation_has_the_room_that_it_needs() -> None:
+def test_a_long_conversation_gets_the_memory_that_it_needs() -> None:
     messages = [USER, {"role": "assistant", "content": "Gr\u00fc\u00dfe! \U0001f600 " * 500_000}]
     [result] = ChatTemplate(CHATML, SPECIAL).renderings(messages)
     assert result.is_exact and len(result.spans) == 1 and len(result.text) > 4_000_000

@@ -139,7 +139,7 @@ def test_control_tokens_have_ids_by_their_names(tokenizer: Tokenizer) -> None:
         (None, {"chat_template": True}, "bundle-file-missing", "chat_template.jinja"),
     ],
 )
-def test_damaged_folder(
+def test_a_damaged_folder_is_refused(
     tmp_path: Path, content: str | None, block: dict[str, Any], code: str, named: str
 ) -> None:
     with raises(BundleError, code, containing=named):
@@ -167,13 +167,15 @@ def test_damaged_folder(
     ],
     ids=["a special token that is not there", "an id of another size"],
 )
-def test_a_tokenizer_that_the_library_trips_over(tmp_path: Path, change: dict[str, Any], code: str) -> None:
+def test_a_tokenizer_that_fails_in_the_library_is_refused(
+    tmp_path: Path, change: dict[str, Any], code: str
+) -> None:
     content = json.loads(byte_level_backend().to_str())
     with raises(BundleError, code):
         load_tokenizer(save(tmp_path, json.dumps({**content, **change})), {}).encode("a")
 
 
-def test_truncated_file_and_missing_file(tmp_path: Path) -> None:
+def test_truncated_and_missing_files_are_refused(tmp_path: Path) -> None:
     whole = byte_level_backend().to_str()
     json.loads(whole)
     with raises(BundleError, "tokenizer-damaged"):
@@ -341,5 +343,5 @@ def test_the_time_of_a_long_text_is_linear(name: str) -> None:
         ),
     ],
 )
-def test_unknown_id(model: Any, unknown: int | None) -> None:
+def test_an_unknown_id_is_refused(model: Any, unknown: int | None) -> None:
     assert Tokenizer(Backend(model)).unknown_id == unknown

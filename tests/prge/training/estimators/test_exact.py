@@ -51,7 +51,7 @@ def _examples(rows: Sequence[Example], count: int, seed: int = SEED) -> list[Exa
 
 @pytest.mark.parametrize("name", ROWS)
 @pytest.mark.parametrize("count", [7, 14])
-def test_it_is_the_gradient_of_the_mean_loss(name: str, count: int) -> None:
+def test_the_exact_gradient_is_that_of_the_mean_loss(name: str, count: int) -> None:
     engine = NumpyEngine()
     adapter, examples = make_nonzero_adapter(engine), _examples(ROWS[name], count)
     result = Exact().measure(engine, Step(adapter, examples, SEED, STEP))

@@ -102,7 +102,7 @@ def test_the_pre_tokenizer_of_the_file_splits_digits(tmp_path: Path) -> None:
         load_tokenizer(str(path))
 
 
-def test_eos_ids_are_those_of_the_header_and_known_control_tokens(tmp_path: Path) -> None:
+def test_eos_ids_come_from_the_header_and_known_control_tokens(tmp_path: Path) -> None:
     tokenizer = make_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>", "<|tool|>"]})
     path = write_gguf(tmp_path / "a.gguf", make_model("llama"), tokenizer)

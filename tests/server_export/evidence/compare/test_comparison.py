@@ -61,7 +61,7 @@ def test_only_reported_runs_read_test_rows(tmp_path: Path) -> None:
     assert all("/runs/" in output for output in reading)
 
 
-def test_the_same_command_goes_on_and_takes_more_seeds(tmp_path: Path) -> None:
+def test_the_same_command_continues_and_accepts_more_seeds(tmp_path: Path) -> None:
     run(tmp_path / "cmp", FakeVerbs(), *BOTH)
     again = FakeVerbs()
     run(tmp_path / "cmp", again, *BOTH)
@@ -71,7 +71,7 @@ def test_the_same_command_goes_on_and_takes_more_seeds(tmp_path: Path) -> None:
     assert again.verbs() == ["run", "eval"]
 
 
-def test_unfinished_runs_on_the_engine_are_resumed_and_others_begun_again(tmp_path: Path) -> None:
+def test_unfinished_runs_on_the_engine_are_resumed_and_others_start_again(tmp_path: Path) -> None:
     arguments = (*BOTH, "--search-trials", 1)
     out = tmp_path / "cmp"
     write_run(out / "runs/p-rge-1/run", 3, "running")
@@ -84,7 +84,7 @@ def test_unfinished_runs_on_the_engine_are_resumed_and_others_begun_again(tmp_pa
     assert verbs.verbs().count("baseline") == 3
 
 
-def test_a_broken_method_leaves_the_others_alone(tmp_path: Path) -> None:
+def test_a_failing_method_does_not_affect_the_others(tmp_path: Path) -> None:
     verbs = FakeVerbs(broken=["baseline"])
     result = run(tmp_path / "cmp", verbs, *BOTH)
     assert result["methods"]["backprop-lora-fa"]["runs"] == []
@@ -94,7 +94,7 @@ def test_a_broken_method_leaves_the_others_alone(tmp_path: Path) -> None:
     assert len(result["methods"]["p-rge"]["runs"]) == 2
 
 
-def test_a_rate_that_diverges_is_a_trial_that_lost(tmp_path: Path) -> None:
+def test_a_diverging_rate_loses_its_trial(tmp_path: Path) -> None:
     result = run(tmp_path / "cmp", FakeVerbs(diverging=0.02), *BOTH)
     method = result["methods"]["backprop-lora-fa"]
     assert method["learning_rate"] == 0.01
@@ -114,7 +114,7 @@ def test_a_budget_of_seconds_is_timed_first(tmp_path: Path) -> None:
     assert "dev" not in verbs.calls[1][1]
 
 
-def test_an_export_that_fails_ends_it_with_what_was_said(tmp_path: Path) -> None:
+def test_a_failed_export_ends_a_comparison_with_the_exports_message(tmp_path: Path) -> None:
     with raises(RunError, "verb-failed", containing="export said this"):
         run(tmp_path / "cmp", FakeVerbs(broken=["export"]), *BOTH)
 

@@ -40,7 +40,7 @@ def curve(result: dict[str, Any], method: str) -> list[float]:
 
 
 @pytest.mark.whole
-def test_killed_and_gone_on_with(tmp_path: Path) -> None:
+def test_a_killed_comparison_continues(tmp_path: Path) -> None:
     out = tmp_path / "cmp"
     run = out / "runs/p-rge-q1-5/run"
     first = start(out)

@@ -17,7 +17,7 @@ from tests.refusals import raises
 NAMES = sorted(path.stem for path in CompareSettings.PRESETS.glob("*.yaml"))
 
 
-def test_the_presets_are_there() -> None:
+def test_the_presets_exist() -> None:
     assert NAMES == ["demo", "minilm-sst2", "smollm2-135m", "stories-wikitext"]
 
 
@@ -68,7 +68,7 @@ def test_flags_win_over_a_preset(tmp_path: Path) -> None:
         (["--preset", "demo", "--batch-size", "6"], "p-rge: its 4 queries share a batch"),
     ],
 )
-def test_mistakes_end_with_code_2(
+def test_wrong_arguments_end_with_code_2(
     arguments: list[str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["compare", *arguments, "--out", str(tmp_path / "out")]) == 2

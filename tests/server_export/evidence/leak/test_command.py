@@ -91,12 +91,12 @@ def test_layers_that_keep_their_weights_transposed_are_attacked(folder: Path) ->
         ("--preset demo --top-share 2", "--top-share is 2"),
     ],
 )
-def test_settings_that_cannot_be(arguments: str, value: str) -> None:
+def test_impossible_settings_are_refused(arguments: str, value: str) -> None:
     with raises(ConfigError, "settings-unusable", containing=value):
         parse(arguments)
 
 
-def test_too_few_rows(folder: Path) -> None:
+def test_too_few_rows_are_refused(folder: Path) -> None:
     settings = LeakSettings(model=str(folder / "model"), rows=folder / "rows.jsonl", lengths=[40])
     with raises(DataError, "rows-too-few", containing="40"):
         leak(settings, output)

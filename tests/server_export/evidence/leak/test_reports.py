@@ -48,7 +48,7 @@ def test_as_many_projections_as_values_determine_the_gradient(enough: bool) -> N
     assert float((result.float() - own[0]).norm()) < 1e-2 * float(own.norm())
 
 
-def test_noise_is_as_large_as_it_says() -> None:
+def test_noise_has_its_nominal_size() -> None:
     own = gradients(1, 20_000)
     report = make_report(ReportView(), own, 0.5, torch.Generator().manual_seed(1))
     assert float((report.values - own[0]).std()) == pytest.approx(report.noise, rel=0.05)
