@@ -107,10 +107,10 @@ class FakeVerbs:
 
     def __call__(self, arguments: list[str], log: Path) -> int:
         """See `server_export.evidence.compare.children.run_verb`."""
-        verb, how, given = arguments
-        settings: dict[str, Any] = {"resume": given}
-        if how != "--resume":
-            settings = yaml.safe_load(Path(given).read_text())
+        verb, flag, path = arguments
+        settings: dict[str, Any] = {"resume": path}
+        if flag != "--resume":
+            settings = yaml.safe_load(Path(path).read_text())
         self.calls.append((verb, settings))
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("a") as stream:

@@ -227,10 +227,10 @@ def tiny_configs(model_type: str) -> Iterator[Any]:
     """Return functions that make a configuration, the most likely one first."""
     from transformers import CONFIG_MAPPING
 
-    made = CONFIG_MAPPING[model_type]
+    config_class = CONFIG_MAPPING[model_type]
     for with_lists in (True, False):
         for changes in _VARIANTS:
-            yield lambda lists=with_lists, more=changes: made(**_shrunk(made(), lists, more))
+            yield lambda lists=with_lists, more=changes: config_class(**_shrunk(config_class(), lists, more))
 
 
 def _shrunk(config: Any, with_lists: bool, changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -32,10 +32,10 @@ def prge(
         given.seek(0)
         with _standard("stdin", given), _standard("stdout", out), _standard("stderr", errors):
             code = _called(command, cwd)
-        said = [_content(stream) for stream in (out, errors)]
+        outputs = [_content(stream) for stream in (out, errors)]
     if check and code:
-        raise AssertionError(f"prge {' '.join(command)} ended with {code}\n{said[0]}\n{said[1]}")
-    return subprocess.CompletedProcess(command, code, *said)
+        raise AssertionError(f"prge {' '.join(command)} ended with {code}\n{outputs[0]}\n{outputs[1]}")
+    return subprocess.CompletedProcess(command, code, *outputs)
 
 
 def _called(command: list[str], cwd: Path | None) -> int:

@@ -154,8 +154,8 @@ def test_ratings_of_answers_are_saved(numpy_model: NumpyModel, talk: Talk, tmp_p
         {"role": "user", "content": "a cat"},
     ]
     # The conversation continues from the correction.
-    said = [*row["messages"], {"role": "assistant", "content": "a cow"}]
-    third = numpy_model.answers([*said, {"role": "user", "content": "the town"}]).text
+    messages = [*row["messages"], {"role": "assistant", "content": "a cow"}]
+    third = numpy_model.answers([*messages, {"role": "user", "content": "the town"}]).text
     assert out == written([first, second, third])
 
 
@@ -234,13 +234,13 @@ def test_in_a_terminal_ctrl_c_at_the_prompt_changes_nothing_and_ctrl_d_ends(
     numpy_model: NumpyModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     undecodable = UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
-    said: list[BaseException | type[BaseException] | str] = [KeyboardInterrupt, undecodable, "\udcff"]
-    said += ["a dog", EOFError]
+    inputs: list[BaseException | type[BaseException] | str] = [KeyboardInterrupt, undecodable, "\udcff"]
+    inputs += ["a dog", EOFError]
     shown: list[str] = []
 
     def read(prompt: str) -> str:
         shown.append(prompt)
-        line = said.pop(0)
+        line = inputs.pop(0)
         if isinstance(line, str):
             return line
         raise line

@@ -46,9 +46,9 @@ def test_a_prompt_is_the_question_without_its_answer() -> None:
         "error",
     )
     prompts = [Prompts(TOKENIZER).encode_text(f"{text}\nAnswer:") for text in questions]
-    wanted = GenerationSettings(9)
+    settings = GenerationSettings(9)
     direct = Generator(NumpyGenerationEngine(), TOKENIZER).generate(
-        [Request(prompt, make_adapter(1), wanted) for prompt in prompts]
+        [Request(prompt, make_adapter(1), settings) for prompt in prompts]
     )
     assert texts(result) == texts(direct) and len(result[0].tokens) == 9
 

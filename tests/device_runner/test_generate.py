@@ -200,10 +200,10 @@ def test_a_chat_template_is_given_tools_variables_and_a_date(
             "--date=2026-11-27",
         ]
         output = VerbOutput(capsys, [*arguments, "--json", "--max-tokens=16"])
-        wanted = prompt.replace("|user", "|system:Be kind.|user") if flag == "data" else prompt
-        literal = NumpyModel(tmp_path / f"literal-{flag}", f"{{% raw %}}{wanted}{{% endraw %}}")
+        expected = prompt.replace("|user", "|system:Be kind.|user") if flag == "data" else prompt
+        literal = NumpyModel(tmp_path / f"literal-{flag}", f"{{% raw %}}{expected}{{% endraw %}}")
         assert output.lines[0]["text"] == literal.answers([message]).text
-        assert output.lines[0]["prompt_tokens"] == len(literal.tokenizer.encode(wanted))
+        assert output.lines[0]["prompt_tokens"] == len(literal.tokenizer.encode(expected))
     assert "(prompt and completion), columns: prompt, tools, style, system; not read: id" in output.err
     arguments = [f"--bundle={numpy_model.folder}", "--chat", "--prompt", "Hi", "--date=2026-11-27", "--json"]
     given = json.dumps({"style": "brief", "tools": tools})

@@ -89,8 +89,8 @@ CASES = [
 def test_a_run_learns_preferences_and_replays(
     settings: RunSettings, objective: ObjectiveName, estimator: Any, tmp_path: Path
 ) -> None:
-    how = {"objective": objective, "estimator": estimator, "keep_gradients": estimator == "exact"}
-    run(replace(settings, steps=40, **how))
+    options = {"objective": objective, "estimator": estimator, "keep_gradients": estimator == "exact"}
+    run(replace(settings, steps=40, **options))
     first, *_, last = evaluations(settings.out)
     assert last["loss"] < first["loss"]
     assert last["margin"] > first["margin"]

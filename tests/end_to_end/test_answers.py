@@ -107,7 +107,7 @@ def test_a_server_generates_with_the_requested_adapter(server: str, run: Path) -
 
     client = openai.OpenAI(base_url=server, api_key="none", max_retries=0)
 
-    def say(model: str) -> str:
+    def complete(model: str) -> str:
         whole = client.completions.create(model=model, prompt="aa ?", max_tokens=64, temperature=0)
         events = client.completions.create(
             model=model, prompt="aa ?", max_tokens=64, temperature=0, stream=True
@@ -117,9 +117,9 @@ def test_a_server_generates_with_the_requested_adapter(server: str, run: Path) -
         return text
 
     samples = [json.loads(line)["text"] for line in (run / "samples.jsonl").read_text().splitlines()]
-    length = len(say("run"))
-    assert say("run") == samples[-2][:length] and say("bundle") == say("base")
-    assert samples[0].startswith(say("base")) or say("base").startswith(samples[0])
+    length = len(complete("run"))
+    assert complete("run") == samples[-2][:length] and complete("bundle") == complete("base")
+    assert samples[0].startswith(complete("base")) or complete("base").startswith(samples[0])
     chat = client.chat.completions.create(
         model="run", messages=[{"role": "user", "content": "aa ?"}], max_tokens=3, temperature=0
     )

@@ -33,9 +33,9 @@ def fails(run_arguments: list[object], capsys: pytest.CaptureFixture[str]) -> Ru
         message = capsys.readouterr().err
         assert "Traceback" not in message
         # A note on repeated flags may precede the error.
-        notes, error, what = message.rpartition("prge run: error: ")
+        notes, error, text = message.rpartition("prge run: error: ")
         assert error and all("the last one counts" in line for line in notes.splitlines())
-        return error + what
+        return error + text
 
     return run
 
@@ -179,8 +179,8 @@ def test_a_disk_without_room_for_activation_checkpoints_ends_a_run(workshop: Pat
     whole = (tmp_path / "run/final/adapter_model.safetensors").read_bytes()
     shutil.rmtree(tmp_path / "run")
     largest = max(path.stat().st_size for path in (workshop / "bundle/weights").iterdir())
-    said = run_elsewhere(*arguments, limit=largest, code=2)
-    assert f"{tmp_path / 'run'} can't be written" in said
+    output = run_elsewhere(*arguments, limit=largest, code=2)
+    assert f"{tmp_path / 'run'} can't be written" in output
     assert b'"kind":"step"' not in (tmp_path / "run/journal.jsonl").read_bytes()
     run_elsewhere("--resume", tmp_path / "run")
     assert (tmp_path / "run/final/adapter_model.safetensors").read_bytes() == whole

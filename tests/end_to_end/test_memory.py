@@ -50,10 +50,10 @@ def child(*arguments: object, code: int = 0) -> tuple[subprocess.CompletedProces
     return done, int(kilobytes) * 1024
 
 
-def needed(said: str) -> int:
+def needed(message: str) -> int:
     """Return the minimum memory in a refusal, in bytes."""
-    match = re.search(r"needs at least ([\d,]+) MB", said)
-    assert match, said
+    match = re.search(r"needs at least ([\d,]+) MB", message)
+    assert match, message
     return int(match[1].replace(",", "")) * 10**6
 
 
@@ -80,13 +80,13 @@ def test_too_little_memory_is_refused_with_the_minimum_which_suffices(
     arguments = verbs[verb]()
     refused, _ = child(*arguments, "--memory", "20MB", code=2)
     assert "--memory 20 MB is too little:" in refused.stdout and "Traceback" not in refused.stdout
-    made = [path.name for path in (tmp_path / "out").rglob("*")] if (tmp_path / "out").exists() else []
-    assert set(made) <= {"run.lock"}
+    files = [path.name for path in (tmp_path / "out").rglob("*")] if (tmp_path / "out").exists() else []
+    assert set(files) <= {"run.lock"}
     least = needed(refused.stdout)
-    done, taken = child(*arguments, "--memory", least)
-    assert taken <= least
+    done, peak = child(*arguments, "--memory", least)
+    assert peak <= least
     assert f"MB at most, of the {least / 1e6:,.0f} MB of --memory" in done.stdout
-    assert taken >= least / MOST_SHARE
+    assert peak >= least / MOST_SHARE
 
 
 def test_chat_refuses_too_little_memory(workshop: Path) -> None:
@@ -144,7 +144,7 @@ def test_the_predicted_memory_of_a_run_is_what_it_needs(
         "run", "--bundle", workshop / "bundle", "--train", rows, "--out", tmp_path / "out",
     ]  # fmt: skip
     arguments += ["--steps", 6, "--batch-size", batch, "--overflow", "truncate", "--max-dropped", 1]
-    _, taken = child(*arguments, "--memory", predicted)
-    assert LEAST_SHARE * taken <= predicted <= MOST_SHARE * taken
+    _, peak = child(*arguments, "--memory", predicted)
+    assert LEAST_SHARE * peak <= predicted <= MOST_SHARE * peak
     memory = json.loads((tmp_path / "out" / "run.json").read_text())["train"]["memory"]
-    assert memory["peak_bytes"] == pytest.approx(taken, rel=0.02)
+    assert memory["peak_bytes"] == pytest.approx(peak, rel=0.02)

@@ -53,12 +53,12 @@ def test_shards_are_trained_on_like_the_whole_file(done: Path, workshop: Path, t
         "--estimator", "tangent",
     ]  # fmt: skip
     trained = ["--train", "a b.jsonl", "c.jsonl", "--out", tmp_path / "run"]
-    said = prge("run", *arguments, *trained, cwd=shards).stderr
+    output = prge("run", *arguments, *trained, cwd=shards).stderr
     whole, sharded = (
         (run / "final/adapter_model.safetensors").read_bytes() for run in (done, tmp_path / "run")
     )
     assert sharded == whole
-    assert "a b.jsonl and c.jsonl" in said + (tmp_path / "run/log.txt").read_text()
+    assert "a b.jsonl and c.jsonl" in output + (tmp_path / "run/log.txt").read_text()
     # Resume works from another folder, and not with other rows.
     prge("run", "--resume", tmp_path / "run", cwd=tmp_path)
     (shards / "c.jsonl").write_text("".join(lines[11:]))

@@ -48,9 +48,9 @@ def reference(smollm2: Path) -> tuple[Any, Any]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    where = {"pretrained_model_name_or_path": smollm2.parent, "gguf_file": smollm2.name}
-    return AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32), AutoTokenizer.from_pretrained(
-        **where
+    file = {"pretrained_model_name_or_path": smollm2.parent, "gguf_file": smollm2.name}
+    return AutoModelForCausalLM.from_pretrained(**file, dtype=torch.float32), AutoTokenizer.from_pretrained(
+        **file
     )
 
 

@@ -63,6 +63,6 @@ def test_a_text_part_is_trained_and_its_adapter_loads_with_peft(tmp_path: Path) 
                 layer = name.removeprefix("base_model.model.model.").partition(".lora_A")[0]
                 whole.model.language_model.get_submodule(layer).weight += change
         expected = whole(input_ids=tokens).logits
-        answered = result["model"](input_ids=tokens).logits
+        logits = result["model"](input_ids=tokens).logits
     assert float((expected - before).abs().max()) > 1e-3
-    assert torch.allclose(answered, expected, atol=1e-4)
+    assert torch.allclose(logits, expected, atol=1e-4)

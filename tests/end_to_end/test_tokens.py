@@ -59,5 +59,5 @@ def test_loss_and_targets_equal_those_of_transformers(
     whole = sum(loss * count for loss, count in losses) / targets
     assert record["perplexity"] == pytest.approx(math.exp(whole), rel=1e-4)
     assert f"target tokens: {targets} of " in done.stdout
-    how = "read as the characters that they are" if "text" in arguments else "read as control tokens"
-    assert f"control tokens written in texts, {how}: " in done.stdout
+    treatment = "read as the characters that they are" if "text" in arguments else "read as control tokens"
+    assert f"control tokens written in texts, {treatment}: " in done.stdout

@@ -35,7 +35,7 @@ INSTANTS = {
 }
 
 
-def end_after(pattern: str, folder: Path, arguments: list[object], how: signal.Signals) -> str:
+def end_after(pattern: str, folder: Path, arguments: list[object], signal_number: signal.Signals) -> str:
     """Start a tuning and end only its own process when a file exists; return its output."""
     command = [sys.executable, "-m", "prge.cli.main", *map(str, arguments)]
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(REPOSITORY)}
@@ -52,7 +52,7 @@ def end_after(pattern: str, folder: Path, arguments: list[object], how: signal.S
         while not any(folder.glob(pattern)):
             assert process.poll() is None and time.monotonic() < until, f"{pattern} never came"
             time.sleep(0.01)
-        process.send_signal(how)
+        process.send_signal(signal_number)
         return process.communicate(timeout=60)[0]
 
 
@@ -84,11 +84,11 @@ def test_a_tuning_killed_in_every_stage_ends_with_the_same_bits(
 ) -> None:
     out = tmp_path / "out"
     arguments = tune_arguments(workshop, out)
-    for pattern, how in INSTANTS.items():
+    for pattern, signal_number in INSTANTS.items():
         # The child process ends too: the next tuning starts at once, and no process holds the folder.
-        output = end_after(pattern, out, arguments, how)
+        output = end_after(pattern, out, arguments, signal_number)
         assert "in use" not in output
-        assert (f"go on with: prge tune --resume {out}" in output) == (how is signal.SIGINT)
+        assert (f"go on with: prge tune --resume {out}" in output) == (signal_number is signal.SIGINT)
         arguments = ["tune", "--resume", out]
     prge(*arguments, cwd=tmp_path)
     for name in ("adapter/adapter_model.safetensors", "run/final/adapter_model.safetensors"):

@@ -30,8 +30,8 @@ def test_a_tuned_model_generates_under_its_name(workshop: Path, tuned: Path) -> 
     assert result["text"] == answer(workshop / "bundle", "--adapter", tuned)["text"]
     plain = answer(tuned, "--adapter", "base")
     assert plain["adapter"] == "base" and plain["text"] == answer(workshop / "bundle")["text"]
-    said = prge("chat", tuned, "--temperature", 0, "--max-tokens", 2, input="aa\n/adapter\n/quit\n")
-    assert "letters (speaks)" in said.stderr
+    conversation = prge("chat", tuned, "--temperature", 0, "--max-tokens", 2, input="aa\n/adapter\n/quit\n")
+    assert "letters (speaks)" in conversation.stderr
 
 
 def test_a_tuned_folder_is_scored_with_its_adapter(workshop: Path, tuned: Path, tmp_path: Path) -> None:

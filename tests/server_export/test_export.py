@@ -33,8 +33,10 @@ def llama_folder(made_once: FolderBuilder) -> Path:
 @pytest.fixture(scope="session")
 def llama_bundle(llama_folder: Path, made_once: FolderBuilder) -> Path:
     given = {"quantize": "8da4w", "roles": ["forward", "jvp"], "seed": 5}
-    made = made_once("exported", lambda folder: export(config(llama_folder, folder / "bundle", **given)))
-    return made / "bundle"
+    folder_of_bundle = made_once(
+        "exported", lambda folder: export(config(llama_folder, folder / "bundle", **given))
+    )
+    return folder_of_bundle / "bundle"
 
 
 def files(folder: Path) -> list[str]:

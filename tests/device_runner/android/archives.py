@@ -76,9 +76,9 @@ class LocalArchive:
     def _stanza(self, path: Path) -> str:
         control = _call("dpkg-deb", "--field", path)
         content = path.read_bytes()
-        where = path.relative_to(self.folder)
+        relative = path.relative_to(self.folder)
         digest = hashlib.sha256(content).hexdigest()
-        return f"{control}Filename: {where}\nSize: {len(content)}\nSHA256: {digest}\n"
+        return f"{control}Filename: {relative}\nSize: {len(content)}\nSHA256: {digest}\n"
 
 
 @contextmanager

@@ -269,11 +269,11 @@ def _benches(rig: Rig, work: Path) -> dict[str, bool]:
     results = json.loads(path.read_text())
     assert rig.environment["ANDROID_SERIAL"] not in path.read_text(), "the file names the phone"
     print(json.dumps(results["trials"], indent=1), file=sys.stderr)
-    wanted = ("anonymous_mb", "peak_rss_mb", "watts", "seconds")
+    measured = ("anonymous_mb", "peak_rss_mb", "watts", "seconds")
     trials: dict[str, dict[str, float]] = {name: results["trials"].get(name, {}) for name in TRIALS}
     return {
         name: any(trial.get(each, 0) > 0 for each in ("seconds_a_step", "tokens_a_second"))
-        and all(trial[each] > 0 for each in wanted)
+        and all(trial[each] > 0 for each in measured)
         for name, trial in trials.items()
     }
 
@@ -292,9 +292,9 @@ def _pauses(rig: Rig, bundle: Path) -> bool:
     return waited and "completed" in output and "going on after a pause" in log.read_text()
 
 
-def _until(over: Callable[[], bool], problem: str, seconds: float = 120) -> None:
+def _until(is_over: Callable[[], bool], problem: str, seconds: float = 120) -> None:
     deadline = time.monotonic() + seconds
-    while not over():
+    while not is_over():
         assert time.monotonic() < deadline, f"{problem} after {seconds:.0f} seconds"
         time.sleep(0.05)
 

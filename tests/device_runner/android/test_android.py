@@ -160,8 +160,8 @@ def test_a_run_with_a_difficult_name(
     assert f"--- 1, {name}\n" in generated.stdout and "--- 1, base\n" in generated.stdout
     assert not [*(phone / "tmp").glob("*-*")]
     (tmp_path / "taken").mkdir()
-    taken = daemon.prge("pull", name, "--out", tmp_path / "taken", "--folder", phone, check=2)
-    assert "is not this run" in taken.stderr
+    refused = daemon.prge("pull", name, "--out", tmp_path / "taken", "--folder", phone, check=2)
+    assert "is not this run" in refused.stderr
     daemon.prge("clean", name, "--folder", phone)
     assert not there.exists()
     assert "has no run" in daemon.prge("pull", name, "--folder", phone, check=2).stderr

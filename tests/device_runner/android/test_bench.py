@@ -94,12 +94,12 @@ def test_a_trial_that_fails_has_a_reason_and_the_others_continue(
 def test_a_job_of_an_interrupted_bench_is_continued(
     fake: FakePhone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def gone(there: Phone, name: str) -> Job:
+    def interrupt(there: Phone, name: str) -> Job:
         raise KeyboardInterrupt
 
     arguments = ("qwen2.5-3b", *ARGUMENTS, "--json", tmp_path / "phone.json")
     with monkeypatch.context() as patch:
-        patch.setattr(trial, "wait_for", gone)
+        patch.setattr(trial, "wait_for", interrupt)
         fake.prge("bench", *arguments, code=130)
     (first,) = (fake.folder / "jobs").iterdir()
     process = (first / "pid").read_text()

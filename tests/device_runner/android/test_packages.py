@@ -29,17 +29,17 @@ from tests.device_runner.android.conftest import need_packages
 from tests.refusals import raises
 
 
-@pytest.mark.parametrize("who", ["prge", "flwr"])
-def test_the_pinned_wheels_meet_the_requirements_of_prge_and_flower(who: str) -> None:
+@pytest.mark.parametrize("package", ["prge", "flwr"])
+def test_the_pinned_wheels_meet_the_requirements_of_prge_and_flower(package: str) -> None:
     try:
-        requirements = [Requirement(line) for line in importlib.metadata.requires(who) or []]
+        requirements = [Requirement(line) for line in importlib.metadata.requires(package) or []]
     except importlib.metadata.PackageNotFoundError:
-        pytest.skip(f"{who} is not installed")
+        pytest.skip(f"{package} is not installed")
     pins = {_plain(line.partition("==")[0]): line.partition("==")[2] for line in WHEELS + FLEET_WHEELS}
     known = [item for item in requirements if _plain(item.name) in pins]
     assert len(known) >= 5
     for item in known:
-        assert item.specifier.contains(pins[_plain(item.name)]), f"{who} asks for {item}"
+        assert item.specifier.contains(pins[_plain(item.name)]), f"{package} asks for {item}"
 
 
 def _plain(name: str) -> str:

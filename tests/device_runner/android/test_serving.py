@@ -65,9 +65,9 @@ class Server:
     def console(self) -> str:
         return (self.job / "console.txt").read_text()
 
-    def wait(self, over: Callable[[], bool], seconds: float = 30) -> None:
+    def wait(self, is_over: Callable[[], bool], seconds: float = 30) -> None:
         deadline = time.monotonic() + seconds
-        while not over():
+        while not is_over():
             assert time.monotonic() < deadline, self.console()
             time.sleep(0.1)
 
@@ -106,8 +106,8 @@ def test_a_server_answers_clients_with_the_key(server: Server) -> None:
     # The key is in no list of processes, in no log, and in no file that apps can open.
     listed = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
     assert not [line for line in listed if server.key.encode() in line]
-    made = [path for name in ("jobs", "runs", "tmp", "data") for path in (server.phone / name).rglob("*")]
-    others = [path for path in made if path.is_file() and path != key]
+    files = [path for name in ("jobs", "runs", "tmp", "data") for path in (server.phone / name).rglob("*")]
+    others = [path for path in files if path.is_file() and path != key]
     assert not [path for path in others if server.key.encode() in path.read_bytes()]
     assert server.job.stat().st_mode & 0o077 == 0 and server.job.parent.stat().st_mode & 0o077 == 0
     assert parse_yaml((server.job / "settings.yaml").read_text())["memory"] == 400_000_000

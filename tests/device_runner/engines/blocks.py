@@ -142,21 +142,21 @@ def make_block_types(folder: Path, scheme: str) -> dict[bool, LoweredBlocks]:
 
 
 def _block(seed: int, scheme: str) -> dict[str, nn.Module]:
-    made = {}
+    modules = {}
     for role in METHODS:
         torch.manual_seed(seed)
-        made[role] = Block(role).eval()
+        modules[role] = Block(role).eval()
         if scheme != "fp32":
             from torchao.quantization import Int8DynamicActivationIntxWeightConfig, quantize_
             from torchao.quantization.granularity import PerGroup
 
             quantize_(
-                made[role],
+                modules[role],
                 Int8DynamicActivationIntxWeightConfig(
                     weight_dtype=torch.int4, weight_granularity=PerGroup(32)
                 ),
             )
-    return made
+    return modules
 
 
 def _lower(block: dict[str, nn.Module], dynamic: bool) -> Any:

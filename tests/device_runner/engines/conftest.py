@@ -35,11 +35,11 @@ def make_chain(made_once: FolderBuilder) -> Callable[[str], Path]:
     The name is such as `llama`, or `llama lora` if both matrices are trained.
     """
 
-    def made(name: str) -> Path:
+    def make(name: str) -> Path:
         from tests.device_runner.engines.chains import POSITIONS, export_chain
 
         architecture, _, adapter = name.partition(" ")
         settings = {"adapter": adapter or "lora-fa", "positions": POSITIONS}
         return made_once(name, lambda folder: export_chain(folder, architecture, **settings))
 
-    return made
+    return make

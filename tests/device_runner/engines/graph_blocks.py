@@ -66,14 +66,14 @@ class GraphBlocks:
     def _derive(self, number: int) -> None:
         model, block = self._model, self._model.blocks[number]
         lowest = next(position for position, each in enumerate(model.blocks) if each.modules)
-        wanted = ALL_ROLES if number in model.type_of[lowest:] else (FORWARD, PREFILL, DECODE)
+        roles = ALL_ROLES if number in model.type_of[lowest:] else (FORWARD, PREFILL, DECODE)
         if not model.is_decoder:
-            wanted = tuple(role for role in wanted if role in (*STEP_ROLES, *RESIDUAL_ROLES))
+            roles = tuple(role for role in roles if role in (*STEP_ROLES, *RESIDUAL_ROLES))
         if block.is_expert:
-            wanted = (FORWARD, JVP, BACKWARD) if wanted is ALL_ROLES else (FORWARD,)
+            roles = (FORWARD, JVP, BACKWARD) if roles is ALL_ROLES else (FORWARD,)
         of_type = model.block_types[number].block
-        self._blocks[number] = derive(of_type, wanted, not block.is_expert)
-        self._past[number] = past_inputs(of_type, wanted)
+        self._blocks[number] = derive(of_type, roles, not block.is_expert)
+        self._past[number] = past_inputs(of_type, roles)
 
     def _described(self, bounds: Bounds) -> manifest.Chain:
         model = self._model

@@ -177,14 +177,14 @@ def test_the_gradient_has_the_same_bits_whatever_is_saved(bundle: Bundle, rows: 
     programs = opened(bundle, BACKWARD, engine)
     expected, store = gradient(opened(bundle, BACKWARD), call, 0)
     assert sizes(store) == {}
-    taken = sizes(gradient(programs, call, ENOUGH)[1])
+    residual_bytes = sizes(gradient(programs, call, ENOUGH)[1])
     chain = bundle.chain
-    assert [*taken] == [*reversed(range(chain.lowest_adapted, len(chain.blocks)))]
-    for count in range(len(taken) + 1):
-        most = sum([*taken.values()][:count])
+    assert [*residual_bytes] == [*reversed(range(chain.lowest_adapted, len(chain.blocks)))]
+    for count in range(len(residual_bytes) + 1):
+        most = sum([*residual_bytes.values()][:count])
         result, store = gradient(programs, call, most)
         assert result == expected
-        assert sizes(store) == dict([*taken.items()][:count])
+        assert sizes(store) == dict([*residual_bytes.items()][:count])
 
 
 @needs_compiler

@@ -144,7 +144,7 @@ def gradient_by_outputs(outputs: FloatArray) -> Array:
     return np.cos(3 * outputs) / 8
 
 
-def made(name: str, made_once: FolderBuilder) -> Path:
+def export_bundle(name: str, made_once: FolderBuilder) -> Path:
     """Return the folder of a bundle by `architecture scheme ...`, with the settings that follow."""
     architecture, scheme, *more = name.split()
     roles = [FORWARD, JVP, BACKWARD]
@@ -162,7 +162,7 @@ def made(name: str, made_once: FolderBuilder) -> Path:
     ],
 )
 def scene(request: pytest.FixtureRequest, made_once: FolderBuilder) -> Scene:
-    return Scene(open_bundle(made(request.param, made_once) / "bundle"))
+    return Scene(open_bundle(export_bundle(request.param, made_once) / "bundle"))
 
 
 def check(scene: Scene, role: str, rows: Sequence[int], copies: int) -> None:

@@ -140,9 +140,9 @@ def test_a_program_that_lacks_a_method_is_refused(folder: Path) -> None:
     refused(folder, "program-of-other-signature", containing="tangent")
 
 
-def change(folder: Path, how: Callable[[Any], object]) -> None:
+def change(folder: Path, edit: Callable[[Any], object]) -> None:
     manifest = read_manifest(folder)
-    how(manifest["chain"])
+    edit(manifest["chain"])
     write_manifest(folder, manifest)
 
 
@@ -152,10 +152,10 @@ def exchange_saved(program: dict[str, Any]) -> None:
     names[1:] = reversed(names[1:])
 
 
-def forget(method: dict[str, Any], what: str, name: str) -> None:
+def forget(method: dict[str, Any], direction: str, name: str) -> None:
     """Remove an input or output by name."""
-    position = method[f"{what}s"].index(name)
-    for listed in (f"{what}s", f"{what}_specs"):
+    position = method[f"{direction}s"].index(name)
+    for listed in (f"{direction}s", f"{direction}_specs"):
         method.get(listed, [])[position : position + 1] = []
 
 
@@ -184,7 +184,7 @@ def test_a_manifest_has_specs_of_all_methods_and_a_manifest_without_specs_opens(
 
 @pytest.mark.parametrize("older", [False, True])
 @pytest.mark.parametrize(
-    ("how", "value"),
+    ("edit", "value"),
     [
         (lambda c: c["bounds"].update(copies=9), "int64 [9, 4, 16]"),
         (lambda c: c["bounds"].update(states=64), "float32 [1, 64, 64]"),
@@ -197,11 +197,11 @@ def test_a_manifest_has_specs_of_all_methods_and_a_manifest_without_specs_opens(
     ],
 )
 def test_a_manifest_with_shapes_that_differ_from_the_programs_is_refused(
-    folder: Path, how: Callable[[Any], object], value: str, older: bool
+    folder: Path, edit: Callable[[Any], object], value: str, older: bool
 ) -> None:
     if older:
         change(folder, without_specs)
-    change(folder, how)
+    change(folder, edit)
     refused(folder, "program-of-other-signature", containing=value)
 
 

@@ -184,12 +184,12 @@ def in_a_child(lowered: LoweredBlocks, attempt: Callable[[], object]) -> None:
     check_in_child(lowered.program, work)
 
 
-@pytest.mark.parametrize("asks", [True, False], ids=["asking before", "while packing"])
+@pytest.mark.parametrize("is_known", [True, False], ids=["asking before", "while packing"])
 def test_without_storage_the_weights_stay_in_memory_with_one_report(
-    fp32: LoweredBlocks, folder: Path, monkeypatch: pytest.MonkeyPatch, asks: bool
+    fp32: LoweredBlocks, folder: Path, monkeypatch: pytest.MonkeyPatch, is_known: bool
 ) -> None:
     """A limit on the size of files simulates a full disk."""
-    if not asks:
+    if not is_known:
         monkeypatch.setattr(os, "posix_fallocate", lambda *_: None)
 
     def attempt() -> None:
@@ -198,7 +198,7 @@ def test_without_storage_the_weights_stay_in_memory_with_one_report(
         assert use.assert_right() == [None, None]
         (messages,) = use.messages
         assert messages.startswith("weights stay in memory instead of packed files: "), messages
-        assert ("File too large" if asks else "ftruncate") in messages, messages
+        assert ("File too large" if is_known else "ftruncate") in messages, messages
         assert packed_of(folder) == [] and folder_bytes(folder) == 0
 
     in_a_child(fp32, attempt)
@@ -276,11 +276,11 @@ def test_a_process_that_was_killed_while_it_packed_leaves_no_files(
 def test_simultaneous_processes_write_a_file_once(
     fp32: LoweredBlocks, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = tmp_path / "made"
+    log = tmp_path / "made"
 
     def use() -> None:
         def slow() -> None:
-            with made.open("a") as stream:
+            with log.open("a") as stream:
                 stream.write("one\n")
             time.sleep(0.3)
             without_threads()
@@ -303,7 +303,7 @@ def test_simultaneous_processes_write_a_file_once(
         thread.start()
     for thread in threads:
         thread.join()
-    assert failures == [] and made.read_text() == "one\n" * 2
+    assert failures == [] and log.read_text() == "one\n" * 2
 
 
 def test_a_process_that_waits_too_long_continues_without(

@@ -21,13 +21,13 @@ def values(seed: int = 0, scale: float = 1.0) -> FloatArray:
 
 
 def cached_states(
-    cache: TrunkCache, row: int, made: FloatArray | None = None, bundle: str = "bundle"
+    cache: TrunkCache, row: int, computed: FloatArray | None = None, bundle: str = "bundle"
 ) -> FloatArray:
-    """Return the states of a row, computed as `made` unless they are cached; without `made` they must be."""
+    """Return the cached states of a row, or else `computed`; without `computed` the row must be cached."""
 
     def compute() -> FloatArray:
-        assert made is not None, "it isn't kept"
-        return made
+        assert computed is not None, "it isn't kept"
+        return computed
 
     return cache.states(bundle, [np.full(6, row)], SHAPE, compute)
 

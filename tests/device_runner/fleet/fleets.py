@@ -40,7 +40,7 @@ class Fleet:
         self.bundle = device.write_bundle(folder / "bundle")
         write_films(folder)
         self.task = str(folder / "task.yaml")
-        self.said: dict[tuple[int, int], bytes] = {}
+        self.replies: dict[tuple[int, int], bytes] = {}
         rows = (folder / "train.jsonl").read_text().splitlines(keepends=True)
         for index, node in enumerate(NODES):
             (folder / f"{node}.jsonl").write_text("".join(rows[index :: len(NODES)]))
@@ -77,12 +77,12 @@ class Fleet:
     def direct(self, node: int, task: bytes) -> bytes:
         """Deliver a task to its device, and return and remember the device's message."""
         reply = answer(self.folder / str(node), task)
-        self.said[node, RoundTask.parse(task).number] = reply
+        self.replies[node, RoundTask.parse(task).number] = reply
         return reply
 
     def again(self, node: int, task: bytes) -> bytes:
         """Return the message that the device sent to an earlier server of the same plan."""
-        return self.said[node, RoundTask.parse(task).number]
+        return self.replies[node, RoundTask.parse(task).number]
 
     def state(self, node: int, agreement: Agreement) -> TrainingState:
         """Return the global state that a device has."""

@@ -78,28 +78,28 @@ def test_a_malicious_device_has_no_more_weight_than_an_honest_one() -> None:
 def test_a_result_with_flipped_sign_is_detected_in_the_noise() -> None:
     """A sign flip is detected from the whole result if single values are mostly noise."""
     random, plan = np.random.default_rng(7), Plan(combine="trimmed")
-    spoken: dict[int, float] = {}
+    signs: dict[int, float] = {}
     result = []
     for _ in range(12):
         signal = random.normal(size=1280)
         honest = 0.3 * signal + random.normal(size=(4, 1280))
         honest[3] *= -1
         answers = {node: _answer(values.astype(np.float32)) for node, values in enumerate(honest)}
-        opposed, now = find_opposed_results(answers, plan, spoken)
-        spoken |= now
+        opposed, new_signs = find_opposed_results(answers, plan, signs)
+        signs |= new_signs
         result.append(opposed)
     assert result.count([3]) >= 8 and result.count([]) == 12 - result.count([3])
-    assert find_opposed_results(answers, Plan(combine="mean"), spoken) == ([], {})
+    assert find_opposed_results(answers, Plan(combine="mean"), signs) == ([], {})
 
 
 def test_devices_without_signal_seldom_oppose_each_other() -> None:
     random, plan = np.random.default_rng(7), Plan(combine="trimmed")
-    spoken: dict[int, float] = {}
+    signs: dict[int, float] = {}
     count = 0
     for _ in range(100):
         answers = {node: _answer(random.normal(size=320).astype(np.float32)) for node in range(10)}
-        opposed, now = find_opposed_results(answers, plan, spoken)
-        spoken |= now
+        opposed, new_signs = find_opposed_results(answers, plan, signs)
+        signs |= new_signs
         count += len(opposed)
     assert count < 50  # of 1,000
 

@@ -322,9 +322,9 @@ def test_a_diverging_round_is_discarded_and_reported(fleet: Fleet) -> None:
 Check = Callable[[RoundReport], bool]
 
 
-def says(**changes: Any) -> Callable[[RoundResult], bytes]:
+def changed(**changes: Any) -> Callable[[RoundResult], bytes]:
     """Return the honest result with some fields changed."""
-    return lambda said: replace(said, **changes).to_bytes()
+    return lambda result: replace(result, **changes).to_bytes()
 
 
 def refused(text: str) -> Check:
@@ -337,37 +337,37 @@ def is_usual(report: RoundReport) -> bool:
     return 0.1 < (report.loss or 0.0) < 3 and not report.problem
 
 
-LIES: dict[str, tuple[Callable[[RoundResult], bytes], dict[str, Any], Check]] = {
-    "a high loss": (says(losses=np.full(3, 9999, np.float32)), {}, is_usual),
-    "a low loss": (says(losses=np.full(3, -9999, np.float32)), {}, is_usual),
-    "no loss": (says(losses=np.zeros(3, np.float32)), {}, is_usual),
-    "no examples": (says(examples=0), {"estimator": "exact"}, refused("took 0 examples")),
-    "too many": (says(examples=2**32 - 1), {"estimator": "exact"}, refused(f"took {2**32 - 1} examples")),
-    "an epsilon below zero": (says(privacy_epsilon=-1.0), {}, refused("spent a privacy_epsilon")),
-    "an epsilon that is none": (says(privacy_epsilon=np.nan), {}, refused("spent a privacy_epsilon")),
+MALICIOUS: dict[str, tuple[Callable[[RoundResult], bytes], dict[str, Any], Check]] = {
+    "a high loss": (changed(losses=np.full(3, 9999, np.float32)), {}, is_usual),
+    "a low loss": (changed(losses=np.full(3, -9999, np.float32)), {}, is_usual),
+    "no loss": (changed(losses=np.zeros(3, np.float32)), {}, is_usual),
+    "no examples": (changed(examples=0), {"estimator": "exact"}, refused("took 0 examples")),
+    "too many": (changed(examples=2**32 - 1), {"estimator": "exact"}, refused(f"took {2**32 - 1} examples")),
+    "an epsilon below zero": (changed(privacy_epsilon=-1.0), {}, refused("spent a privacy_epsilon")),
+    "an epsilon that is none": (changed(privacy_epsilon=np.nan), {}, refused("spent a privacy_epsilon")),
     "an epsilon without end": (
-        says(privacy_epsilon=np.inf),
+        changed(privacy_epsilon=np.inf),
         {},
         lambda report: report.privacy_epsilon == 0.0,
     ),
     "no privacy left": (
-        lambda said: BUDGET_EXCEEDED,
+        lambda result: BUDGET_EXCEEDED,
         {"least_answers": 2},
         lambda report: (
             report.answered == list(NODES[1:]) and (NODE in report.refused) == (report.number == 0)
         ),
     ),
     "a thousandfold": (
-        lambda said: replace(said, values=said.values * 1000).to_bytes(),
+        lambda result: replace(result, values=result.values * 1000).to_bytes(),
         {},
         lambda report: report.shortened == [NODE],
     ),
 }
 
 
-@pytest.mark.parametrize("lie", LIES)
-def test_one_malicious_device_of_three_has_no_influence(fleet: Fleet, lie: str) -> None:
-    output, changes, check = LIES[lie]
+@pytest.mark.parametrize("name", MALICIOUS)
+def test_one_malicious_device_of_three_has_no_influence(fleet: Fleet, name: str) -> None:
+    output, changes, check = MALICIOUS[name]
 
     def network(node: int, task: bytes) -> bytes:
         reply = parse_reply(fleet.direct(node, task))

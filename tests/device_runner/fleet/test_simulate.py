@@ -43,13 +43,13 @@ def make_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeArgum
         "json": tmp_path / "figures.json",
     }
 
-    def made(**changes: Any) -> list[str]:
+    def make(**changes: Any) -> list[str]:
         settings = {**flags, **changes}
         return [
             word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))
         ]
 
-    return made
+    return make
 
 
 def _figures(make_arguments: MakeArguments, **changes: Any) -> dict[str, Any]:

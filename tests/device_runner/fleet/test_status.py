@@ -34,8 +34,8 @@ def test_the_status_of_a_fleet_that_stops_and_ends(fleet: Fleet) -> None:
     assert status.bytes_up == stopped.bytes_up + sum(report.bytes_up for report in reports)
     assert status.loss == reports[-1].loss
     assert set(status.evaluation) >= {"loss", "accuracy"}
-    answered = {name: device.answered for name, device in status.devices.items()}
-    assert answered == {"liar": 0, "shy": 3, str(honest): 4}
+    replies = {name: device.answered for name, device in status.devices.items()}
+    assert replies == {"liar": 0, "shy": 3, str(honest): 4}
     assert status.devices["shy"].silent == 1
     assert len(status.devices["liar"].refused) == 4
     lines = status.text().splitlines()

@@ -38,7 +38,7 @@ def make(path: Path, messages: list[str]) -> Iterator[Make]:
     """Return a Feedback that remembers a completion for each of some prompts."""
     with ThreadPoolExecutor(1) as storage:
 
-        def made(*answers: str, most_bytes: int = 1 << 20, prompt: str = "a dog") -> Feedback:
+        def make_feedback(*answers: str, most_bytes: int = 1 << 20, prompt: str = "a dog") -> Feedback:
             file = FeedbackFile(path, make_examples(), storage, most_bytes)
             feedback = Feedback(file, messages.append)
             parsed = ParsedRequest("m", (), (prompt,), 1, (), SamplingSettings(), 1, False, False)
@@ -48,7 +48,7 @@ def make(path: Path, messages: list[str]) -> Iterator[Make]:
                 )
             return feedback
 
-        yield made
+        yield make_feedback
 
 
 def store(feedback: Feedback, id: str, client: str = "here", **judged: Any) -> tuple[int, str]:

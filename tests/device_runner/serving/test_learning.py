@@ -61,9 +61,9 @@ def feedback(path: Path, count: int, correction: str = " Yes", start: int = 0) -
     rows = []
     for number in range(start, start + count):
         prompt_fields = {"prompt": f"{WORDS[number % 8]} {WORDS[number // 8 % 8]}"}
-        answered = AnswerRecord(f"cmpl-{number}", "bundle", "", prompt_fields, " No", {})
+        answer = AnswerRecord(f"cmpl-{number}", "bundle", "", prompt_fields, " No", {})
         is_rating = number % 7 == 6
-        rows.append(answered.to_feedback("bad") if is_rating else answered.to_feedback(correction=correction))
+        rows.append(answer.to_feedback("bad") if is_rating else answer.to_feedback(correction=correction))
     append_feedback(path, rows)
 
 

@@ -233,8 +233,8 @@ def test_a_hundred_megabytes_are_refused_and_not_buffered(child: Child) -> None:
         for _ in range(count):
             yield chunk
 
-    for how in ({"Content-Length": str(count * len(chunk))}, {"Transfer-Encoding": "chunked"}):
-        headers = {"Content-Type": "application/json", **how}
+    for encoding in ({"Content-Length": str(count * len(chunk))}, {"Transfer-Encoding": "chunked"}):
+        headers = {"Content-Type": "application/json", **encoding}
         with closing(http.client.HTTPConnection(child.host, child.port, timeout=30)) as connection:
             connection.request(
                 "POST", "/v1/completions", parts(), headers, encode_chunked="Transfer-Encoding" in headers
@@ -394,7 +394,7 @@ def test_numbers_out_of_bounds_are_refused_early(child: Child, name: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("name", "taken"),
+    ("name", "accepted"),
     [
         ("max_tokens", (1 << 31, 1 << 63, 10**9, 1 << 64, 10**90)),
         ("max_completion_tokens", (1 << 31, 1 << 63, 10**9, 1 << 64, 10**90)),
@@ -402,7 +402,7 @@ def test_numbers_out_of_bounds_are_refused_early(child: Child, name: str) -> Non
         ("seed", (-1, 0, -(1 << 31), -(1 << 63), 1 << 31, 1 << 63, 10**9, 1 << 64, 10**90)),
     ],
 )
-def test_unbounded_numbers_have_no_effect_on_size(child: Child, name: str, taken: tuple[int, ...]) -> None:
+def test_unbounded_numbers_have_no_effect_on_size(child: Child, name: str, accepted: tuple[int, ...]) -> None:
     prompt = [5] * (CONTEXT - 3)
     for number in NO_NUMBERS:
         body = {"model": "base", "messages": HELLO, "max_tokens": 3, "temperature": 0}
@@ -414,7 +414,7 @@ def test_unbounded_numbers_have_no_effect_on_size(child: Child, name: str, taken
             body["messages"] = [{"role": "user", "content": "a" * 1980}]
         status, answer = child.ask({**body, name: number}, path)
         assert status in (200, 400), (number, answer)
-        assert (status == 200) == (type(number) is int and number in taken), (number, answer)
+        assert (status == 200) == (type(number) is int and number in accepted), (number, answer)
         if status == 200:
             assert answer["usage"]["total_tokens"] <= CONTEXT and answer["usage"]["completion_tokens"] <= 80
 

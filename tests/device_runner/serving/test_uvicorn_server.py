@@ -100,8 +100,8 @@ def test_the_longest_idle_connection_makes_room(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(listening, "MOST_CONNECTIONS", 3)
     monkeypatch.setattr(listening, "SECONDS_TO_BEGIN", 3)
     waiting = [sends(b"GET /health HTTP/1.1\r\n") for _ in range(5)]
-    *idle, answered = served(*waiting, sends(HEALTH.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")))
-    assert b"200 OK" in answered and not any(b"200" in each for each in idle)
+    *idle, newest = served(*waiting, sends(HEALTH.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")))
+    assert b"200 OK" in newest and not any(b"200" in each for each in idle)
 
 
 def test_an_unread_response_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,9 +65,9 @@ def make_pauses(system: Path, **changes: Any) -> Pauses:
     return Pauses(settings.constraints(), Sensors(system, system), seconds=0.02)
 
 
-def check_that_it_waits_for(pauses: Pauses, observer: MessageObserver, over: Any) -> None:
-    """Check that the work waits until `over` is called a moment later."""
-    thread = threading.Timer(0.2, over)
+def check_that_it_waits_for(pauses: Pauses, observer: MessageObserver, change: Any) -> None:
+    """Check that the work waits until `change` is called a moment later."""
+    thread = threading.Timer(0.2, change)
     thread.start()
     begin = time.monotonic()
     pauses.wait(observer)

@@ -197,11 +197,11 @@ def test_splitting_a_chat_loses_no_target_and_repeats_none(words: list[str], roo
     parts, report = build_examples(
         rows({"messages": chat}), tokenizer, spec(sequence_length=room), options=BuildOptions("auto")
     )
-    wanted, result = (
+    expected, result = (
         [target.token for each in examples for target in each.sequences[0].targets]
         for examples in ([whole], parts)
     )
-    assert result == wanted and report.dropped == 0
+    assert result == expected and report.dropped == 0
     assert all(len(each.sequences[0].tokens) <= room for each in parts)
 
 

@@ -98,8 +98,8 @@ def test_an_unusable_row_does_not_affect_the_next(
     [("yes", None, False), ("raise", None, True), ("raise", "yes", False), ("yes", "raise", True)],
 )
 def test_the_trained_message_must_be_rendered(answer: str, correction: str | None, is_refused: bool) -> None:
-    answered = AnswerRecord("a", "m", "", {"messages": HELLO}, answer, {})
-    row = answered.to_feedback("good" if correction is None else None, correction)
+    record = AnswerRecord("a", "m", "", {"messages": HELLO}, answer, {})
+    row = record.to_feedback("good" if correction is None else None, correction)
     if is_refused:
         with raises(UnlearnableError, "messages-refused"):
             shared_examples().build(row)

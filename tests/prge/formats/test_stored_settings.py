@@ -71,8 +71,8 @@ def is_own_in_another_process(path: Path, **environment: str) -> bool:
         "print(is_own(pathlib.Path(sys.argv[1]).read_bytes(), 'a'))"
     )
     command, given = [sys.executable, "-c", script, str(path)], {**os.environ, **environment}
-    said = subprocess.run(command, env=given, check=True, capture_output=True, text=True).stdout
-    return said.strip() == "True"
+    output = subprocess.run(command, env=given, check=True, capture_output=True, text=True).stdout
+    return output.strip() == "True"
 
 
 def test_another_process_recognizes_them_and_another_user_does_not(own_home: Path, tmp_path: Path) -> None:

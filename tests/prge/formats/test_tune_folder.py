@@ -42,9 +42,9 @@ def test_a_tuning_of_an_existing_bundle(tmp_path: Path) -> None:
 def test_the_missing_part_of_an_unfinished_tuning_is_named(tmp_path: Path) -> None:
     folder = tuning(tmp_path / "mine")
     finish = f"finish it with `prge tune --resume {folder}`"
-    for ask, what in ((resolve_bundle, "bundle"), (open_bundle, "bundle"), (resolve_run, "run")):
-        with raises(RunError, "tuning-unfinished", containing=what) as caught:
-            ask(folder)
+    for read, part in ((resolve_bundle, "bundle"), (open_bundle, "bundle"), (resolve_run, "run")):
+        with raises(RunError, "tuning-unfinished", containing=part) as caught:
+            read(folder)
         assert caught.value.remedy == finish
     (folder / "run").mkdir()
     with raises(RunError, "tuning-unfinished", containing="adapter") as caught:
@@ -77,8 +77,8 @@ def test_paths_outside_of_a_foreign_tuning_are_refused(tmp_path: Path) -> None:
     assert f"--bundle {other}" in caught.value.remedy
     write_settings(folder / "config.yaml", text)
     assert resolve_bundle(folder) == other
-    for name, ask in (("run", resolve_run), ("bundle", resolve_bundle)):
+    for name, read in (("run", resolve_run), ("bundle", resolve_bundle)):
         (folder / "config.yaml").write_text("bundle: null\n")
         (folder / name).symlink_to(other)
         with raises(RunError, "link-outside", containing=name):
-            ask(folder)
+            read(folder)

@@ -63,13 +63,13 @@ def ends_within(process: int, seconds: float) -> bool:
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_a_child_ends_with_its_parent(parent: subprocess.Popen[str], how: signal.Signals) -> None:
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_child_ends_with_its_parent(parent: subprocess.Popen[str], signal_number: signal.Signals) -> None:
     assert parent.stdout is not None
     child = int(parent.stdout.readline())
     time.sleep(0.3)
     assert is_there(child)
-    parent.send_signal(how)
+    parent.send_signal(signal_number)
     parent.wait()
     assert ends_within(child, 2)
 

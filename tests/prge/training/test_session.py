@@ -118,8 +118,8 @@ def test_a_session_may_end_before_the_recipes_last_step(
     session = open_session(RECIPE, engine, data, store, until=4)
     session.train(SilentObserver())
     rates = RECIPE.learning_rates()
-    taken = [record["learning_rate"] for record in store.journal.records if record["kind"] == "step"]
-    assert taken == [rates(step)["learning_rate"] for step in range(4)]
+    learning_rates = [record["learning_rate"] for record in store.journal.records if record["kind"] == "step"]
+    assert learning_rates == [rates(step)["learning_rate"] for step in range(4)]
 
 
 def test_data_can_have_their_own_sampler(engine: NumpyEngine, data: SessionData, store: RunStore) -> None:

@@ -271,10 +271,10 @@ def test_a_causal_mask_of_the_longest_row_is_never_allocated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The mask would take 256 MB for rows of 8,192 tokens in each layer."""
-    made, of = list[str](), ModelTable.of
+    types, of = list[str](), ModelTable.of
 
     def watched(table: ModelTable, length: int) -> torch.Tensor:
-        made.append(table.type)
+        types.append(table.type)
         return of(table, length)
 
     monkeypatch.setattr(ModelTable, "of", watched)
@@ -282,7 +282,7 @@ def test_a_causal_mask_of_the_longest_row_is_never_allocated(
     build_chain(
         load_meta_model(str(tmp_path)), find_files(str(tmp_path)), start_of(tmp_path), longest=LONGEST
     )
-    assert "causal" not in made
+    assert "causal" not in types
 
 
 def test_texts_longer_than_a_chunk_of_attention_are_refused(tmp_path: Path) -> None:

@@ -127,8 +127,8 @@ def test_without_time_for_a_search_the_reason_is_given() -> None:
 
 def test_a_pace_excludes_the_time_of_fitting_heads() -> None:
     """The time until the first step includes fitting heads; the rest of it is the start."""
-    taken = [49.0 + 0.8 * step for step in range(1, 11)]
-    pace = decisions.pace(taken, heads=48.0, evaluation=2.0, whole=48 + 2 + 8 + 5)
+    seconds = [49.0 + 0.8 * step for step in range(1, 11)]
+    pace = decisions.pace(seconds, heads=48.0, evaluation=2.0, whole=48 + 2 + 8 + 5)
     assert pace.step == pytest.approx(0.8) and pace.start == pytest.approx(5)
     assert decisions.pace([49.0], 48.0, 0.0, 50.0).step == pytest.approx(1)
 

@@ -45,7 +45,7 @@ def test_a_folder_has_development_and_test_rows_too(tmp_path: Path) -> None:
         write(tmp_path / "mlx" / f"{name}.jsonl", {"text": f"a {name}"})
     rows = NamedRows(tune(tmp_path / "mlx"))
     parts = rows.split(TOKENIZER, SPEC)
-    assert {part: [row.fields for row in them] for part, them in parts.items()} == {
+    assert {part: [row.fields for row in rows_of_part] for part, rows_of_part in parts.items()} == {
         "train": [{"text": "a train"}],
         "dev": [{"text": "a valid"}],
         "test": [{"text": "a test"}],
@@ -58,7 +58,9 @@ def test_several_files_are_checked_and_split_as_one(tmp_path: Path) -> None:
     for index, file in enumerate(files):
         write(file, *(pair(20 * index + number) for number in range(20)))
     parts = NamedRows(tune((files[0], files[1]))).split(TOKENIZER, SPEC)
-    assert sorted(int(row.fields["prompt"][1:]) for them in parts.values() for row in them) == [*range(40)]
+    assert sorted(
+        int(row.fields["prompt"][1:]) for rows_of_part in parts.values() for row in rows_of_part
+    ) == [*range(40)]
     write(files[0], pair(1), "{}", pair(2))
     write(files[1], pair(3), pair(4, ""), "{")
     with raises(DataError, "rows-unusable") as caught:
@@ -72,7 +74,7 @@ def test_parts_of_a_json_file_are_used_like_those_of_a_folder(tmp_path: Path) ->
     path = tmp_path / "all.json"
     path.write_text(json.dumps({part: [{"text": f"a {part}"}] for part in ("train", "validation", "test")}))
     parts = NamedRows(tune(path)).split(TOKENIZER, SPEC)
-    assert {part: [row.fields["text"] for row in them] for part, them in parts.items()} == {
+    assert {part: [row.fields["text"] for row in rows_of_part] for part, rows_of_part in parts.items()} == {
         "train": ["a train"], "dev": ["a validation"], "test": ["a test"],
     }  # fmt: skip
 
@@ -142,7 +144,7 @@ def test_unusable_rows_are_skipped_and_listed(tmp_path: Path) -> None:
         rows.check(TOKENIZER, SPEC)
     assert [note.startswith("left out") for note in rows.notes].count(True) == 1
     parts = rows.split(TOKENIZER, SPEC)
-    numbers = sorted(row.number for them in parts.values() for row in them)
+    numbers = sorted(row.number for rows_of_part in parts.values() for row in rows_of_part)
     assert numbers == [1, 3, 5, *range(7, 17)]
     assert f"left out 3 rows of {path}:" in rows.notes
     assert "  row 4: its completion is empty: there is nothing to learn from" in rows.notes

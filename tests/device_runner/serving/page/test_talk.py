@@ -356,8 +356,8 @@ def test_the_page_by_keyboard(server: Served, visit: Visit) -> None:
         if reached[-1] == "Message":
             break
     assert reached[0] == "Skip to content"
-    wanted = {"Chat", "Training", "Deutsch", "Temperature", "Seed", "base", "tuned", "Message"}
-    assert wanted <= set(reached)
+    expected = {"Chat", "Training", "Deutsch", "Temperature", "Seed", "base", "tuned", "Message"}
+    assert expected <= set(reached)
     page.keyboard.type("By keys")
     page.keyboard.press("Shift+Enter")
     page.keyboard.type("alone")

@@ -107,11 +107,11 @@ def test_unread_template_arguments_are_reported() -> None:
     ],
 )
 def test_a_column_system_is_the_system_message(row: Mapping[str, Any]) -> None:
-    wanted = rendered(CHATML, [make_message("system", "Be brief."), *CHAT])
-    what: Any = "completion" if {"chosen", "label"} & row.keys() else None
-    texts, report = built(CHATML, {**row, "system": "Be brief."}, objective=what)
-    assert texts == [wanted] and "system" in report.columns.split("; not read")[0]
-    texts, _ = built(CHATML, {**row, "system": None}, objective=what)
+    expected = rendered(CHATML, [make_message("system", "Be brief."), *CHAT])
+    objective: Any = "completion" if {"chosen", "label"} & row.keys() else None
+    texts, report = built(CHATML, {**row, "system": "Be brief."}, objective=objective)
+    assert texts == [expected] and "system" in report.columns.split("; not read")[0]
+    texts, _ = built(CHATML, {**row, "system": None}, objective=objective)
     assert texts == [rendered(CHATML, CHAT)]
 
 
@@ -137,8 +137,8 @@ def test_the_history_of_instructions_is_earlier_turns() -> None:
         make_message("assistant", "b"),
     ]
     messages += [make_message("user", "c"), make_message("assistant", "d")]
-    wanted = transformers_tokenizer(CHATML).apply_chat_template(messages, tokenize=False)
-    assert tokenizer.decode(example.sequences[0].tokens) == wanted
+    expected = transformers_tokenizer(CHATML).apply_chat_template(messages, tokenize=False)
+    assert tokenizer.decode(example.sequences[0].tokens) == expected
     target_tokens = [target.token for target in example.sequences[0].targets]
     assert tokenizer.decode(target_tokens) == "b<|im_end|>\nd<|im_end|>\n"
     assert report.columns == "instruction, output, history, system"

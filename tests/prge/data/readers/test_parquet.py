@@ -81,9 +81,9 @@ def test_files_that_expand_too_much_are_refused(
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "ARROW_DEFAULT_MEMORY_POOL": "system"}
     command = [sys.executable, "-c", READ, str(path)]
     output = subprocess.run(command, capture_output=True, text=True, env=environment, check=True).stdout
-    *lines, taken = output.splitlines()
+    *lines, megabytes = output.splitlines()
     assert f"{path} can't be read as data" in lines[0] and message in lines[1], output
-    assert int(taken) < MOST_MEGABYTES
+    assert int(megabytes) < MOST_MEGABYTES
 
 
 def test_ordinary_files_are_read_whatever_they_repeat(tmp_path: Path) -> None:

@@ -144,10 +144,10 @@ def test_same_tokens_as_transformers(name: str) -> None:
     messages = CONVERSATIONS["two turns"]
     mine = Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, prepend_bos=True)
     rendered = ChatTemplate(TEMPLATES[name], SPECIAL).render(messages)
-    wanted = reference.apply_chat_template(messages, chat_template=TEMPLATES[name], tokenize=True)[
+    expected = reference.apply_chat_template(messages, chat_template=TEMPLATES[name], tokenize=True)[
         "input_ids"
     ]
-    assert mine.encode(rendered, control=True) == wanted
+    assert mine.encode(rendered, control=True) == expected
 
 
 @pytest.mark.parametrize(

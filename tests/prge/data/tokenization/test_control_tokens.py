@@ -330,12 +330,12 @@ def test_rows_have_the_tokens_of_transformers_with_smollm2(
     own_tokenizer = device_tokenizer(reference, "auto", len(reference))
     [example], _ = built(own_tokenizer, fields)
     if "text" in fields:
-        wanted = ids_of(reference, fields["text"])
-        assert tokens_of(example) == [*wanted, reference.eos_token_id]
-        assert len(targets_of(example)) == len(wanted)
+        expected = ids_of(reference, fields["text"])
+        assert tokens_of(example) == [*expected, reference.eos_token_id]
+        assert len(targets_of(example)) == len(expected)
     elif "prompt" in fields:
-        wanted = ids_of(reference, fields["prompt"] + fields["completion"])
-        assert tokens_of(example) == [*wanted, reference.eos_token_id]
+        expected = ids_of(reference, fields["prompt"] + fields["completion"])
+        assert tokens_of(example) == [*expected, reference.eos_token_id]
         assert len(targets_of(example)) == targets
     else:
         messages = [

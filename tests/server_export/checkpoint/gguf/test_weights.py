@@ -92,7 +92,7 @@ def test_rows_are_read_alone_if_they_are_stored_unpermuted(tmp_path: Path, monke
     path = write_gguf(tmp_path / "tiny.gguf", model, make_tokenizer(), "Q8_0")
     weights, _ = weights_of(path)
     table, query = "model.embed_tokens.weight", "model.layers.1.self_attn.q_proj.weight"
-    whole, turned = weights.read(table), weights.read(query)
+    whole, permuted = weights.read(table), weights.read(query)
     read, slices = GgufTensor.values, list[Any]()
 
     def read_and_record(tensor: GgufTensor, rows: Any = None) -> np.ndarray:
@@ -103,8 +103,8 @@ def test_rows_are_read_alone_if_they_are_stored_unpermuted(tmp_path: Path, monke
     assert torch.equal(torch.cat([*weights.iter_rows(table, 50)]), whole)
     assert slices == [slice(0, 50, 1), slice(50, 100, 1), slice(100, 128, 1)]
     assert torch.equal(weights.read(table, [3, 99, 7]), whole[[3, 99, 7]])
-    assert torch.equal(weights.read(query, [3, 60, 7]), turned[[3, 60, 7]])
-    assert torch.equal(torch.cat([*weights.iter_rows(query, 50)]), turned)
+    assert torch.equal(weights.read(query, [3, 60, 7]), permuted[[3, 60, 7]])
+    assert torch.equal(torch.cat([*weights.iter_rows(query, 50)]), permuted)
 
 
 def test_experts_are_read_one_by_one(tmp_path: Path, monkeypatch: Any) -> None:

@@ -44,12 +44,12 @@ def problems(draw: st.DrawFn, parts: int, options: int) -> AllocationProblem:
     gains = st.floats(-2, 10).map(lambda gain: round(gain, 3))
     options_by_part = st.lists(st.tuples(gains, st.integers(0, 60)), min_size=1, max_size=options)
     depths = [Depth(draw(st.sampled_from([0.0, 0.0, 1.5])), draw(st.integers(0, 40))) for _ in range(blocks)]
-    made = []
+    options_of_parts = []
     for number in range(draw(st.integers(0, parts))):
         block = draw(st.integers(0, blocks - 1))
         for level, (gain, cost) in enumerate(draw(options_by_part), start=1):
-            made.append(Option(f"layer{number}", block, level, gain, cost))
-    return AllocationProblem(tuple(depths), tuple(made), draw(st.integers(0, 120)))
+            options_of_parts.append(Option(f"layer{number}", block, level, gain, cost))
+    return AllocationProblem(tuple(depths), tuple(options_of_parts), draw(st.integers(0, 120)))
 
 
 def test_the_largest_gain_for_its_cost_is_chosen() -> None:

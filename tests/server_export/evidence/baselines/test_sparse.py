@@ -130,9 +130,9 @@ def test_the_chosen_scheme_fits_into_the_measured_memory(tmp_path: Path, search:
     memory = measure_memory(problem, problem.train[: problem.batch_size])
     layers = merge_layers(block_linears(problem.model))
     full = memory.from_block(0) + sum(memory.of_weight(name, layer, 1.0) for name, layer in layers.items())
-    taken = memory.from_block(scheme.depth)
-    taken += sum(memory.of_weight(name, layers[name], share) for name, share in scheme.weights.items())
-    assert scheme.weights and taken <= 0.5 * full
+    needed = memory.from_block(scheme.depth)
+    needed += sum(memory.of_weight(name, layers[name], share) for name, share in scheme.weights.items())
+    assert scheme.weights and needed <= 0.5 * full
 
 
 def test_only_parameters_of_the_scheme_change_and_the_analysis_is_counted(tmp_path: Path) -> None:

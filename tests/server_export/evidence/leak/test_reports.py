@@ -58,8 +58,8 @@ def test_noise_has_its_nominal_size() -> None:
 
 def test_clipping_bounds_what_a_row_adds_to_a_step() -> None:
     own = gradients(2) * torch.tensor([[1.0], [0.1]])
-    made = torch.randn(40, 600, generator=torch.Generator().manual_seed(2)).sign()
-    plain = ReportView(directions=made, queries=4)
+    directions = torch.randn(40, 600, generator=torch.Generator().manual_seed(2)).sign()
+    plain = ReportView(directions=directions, queries=4)
     report = make_report(plain, own, 1.0, torch.Generator().manual_seed(1))
     clip = float(own.norm(dim=1).max())
     steps = report.view(own).reshape(2, 10, 4)
