@@ -55,7 +55,7 @@ class Device:
     def open_engine(self, bundle: Bundle, role: str = FORWARD, **_: object) -> OpenEngine:
         """Replace device_runner.engines.opening.open_engine."""
         bundle.chain.check_role(role)
-        blocks: Any = None  # nobody speaks
+        blocks: Any = None  # no text is generated
         engine: Any = _Engine(self, role)
         assert engine.model == bundle.chain.model
         store: Any = SimpleNamespace(residual_bytes=None, trunk=None)

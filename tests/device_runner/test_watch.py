@@ -1,4 +1,4 @@
-"""`prge watch`: what it refuses before it listens, and when it opens a browser."""
+"""`prge watch`: refusals before the server listens, and when a browser is opened."""
 
 from __future__ import annotations
 

@@ -28,8 +28,8 @@ KILLS = {
     "upper exact": 10,
     "lora exact": 6,
     "lora tangent": 4,
-    "pieces exact": 6,
-    "pieces tangent": 4,
+    "chunked exact": 6,
+    "chunked tangent": 4,
 }
 
 # Instants of an exact run, and the ones (from 0) before which successive processes are killed.
@@ -37,10 +37,10 @@ INSTANTS = {
     "backward": (0, 1, 2, 3, 4, 5, 7, 8),
     "backward_saved": (0, 3, 5, 8, 13),
     "loading": (1, 3, 4, 5),
-    "given_back": (1, 4, 6, 9, 14, 3, 8),
+    "released": (1, 4, 6, 9, 14, 3, 8),
     "packing": (1, 1, 2, 3),
     "packed": (0, 1, 2, 1, 3),
-    "forgetting": (0, 0, 1, 0),
+    "dropping gradients": (0, 0, 1, 0),
 }
 
 _START = """
@@ -131,10 +131,10 @@ INSTANTS = {
     "backward": (Blocks, "run", lambda self, number, role, *_: role == "backward"),
     "backward_saved": (Blocks, "run", lambda self, number, role, *_: role in ("backward", "backward_saved")),
     "loading": (Blocks, "method", lambda *_: True),
-    "given_back": (WeightsFile, "give_back", lambda *_: True),
+    "released": (WeightsFile, "give_back", lambda *_: True),
     "packing": (packed_files.PackedFiles, "open", lambda *_: True),
     "packed": (packed_files, "write_file", lambda *_: True),
-    "forgetting": (journal, "write_file", lambda *_: True),
+    "dropping gradients": (journal, "write_file", lambda *_: True),
 }
 owner, name, is_meant = INSTANTS[sys.argv[4]]
 counts = list(map(int, sys.argv[5:]))

@@ -1,4 +1,4 @@
-"""The text part of a multimodal checkpoint is trained, and its adapter loads as its card says."""
+"""The text part of a multimodal checkpoint is trained, and its adapter loads by the commands of its card."""
 
 from __future__ import annotations
 

@@ -234,7 +234,7 @@ def test_a_full_disk_is_reported_and_leaves_no_bundle(
 
 @pytest.mark.whole
 def test_a_rate_at_which_every_run_diverges_is_no_candidate(workshop: Path, tmp_path: Path) -> None:
-    """If the user insists on the rate, the final run's message says what to do."""
+    """If the user sets such a rate, the message of the final run has a remedy."""
     arguments = [*tune_arguments(workshop, tmp_path / "out"), "--learning-rate", 1e30]
     done = prge(*arguments, check=False)
     assert done.returncode == 2 and "the final run diverged" in done.stderr

@@ -56,8 +56,8 @@ def test_all_stages_have_one_date_and_columns_that_are_not_read_are_named(tuned:
 
 def test_an_answer_ends_with_the_learnt_end_token(tuned: Path, tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "What did the dog see?"}]
-    (tmp_path / "asked.json").write_text(json.dumps(messages))
-    arguments = ["--messages", tmp_path / "asked.json"]
+    (tmp_path / "messages.json").write_text(json.dumps(messages))
+    arguments = ["--messages", tmp_path / "messages.json"]
     answer = json.loads(prge("generate", tuned, *arguments, "--json", "--threads", 1).stdout)
     assert answer["reason"] == "stop"
     assert answer["text"].startswith("It saw") and answer["text"].endswith("end.")

@@ -1,4 +1,4 @@
-"""The description of a model, and what it refuses."""
+"""The description of a model, and refused values."""
 
 from __future__ import annotations
 

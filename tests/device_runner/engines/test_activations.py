@@ -98,7 +98,7 @@ def test_a_state_beyond_the_range_of_float16_is_kept_in_float32() -> None:
 @pytest.mark.parametrize(
     ("most", "residual_bytes", "is_left"),
     [(None, None, False), (None, 1000, True), (0, None, True)],
-    ids=["in memory", "beside room for residuals", "in a file"],
+    ids=["in memory", "next to room for residuals", "in a file"],
 )
 def test_memory_is_released_after_a_call(
     tmp_path: Path, most: int | None, residual_bytes: int | None, is_left: bool

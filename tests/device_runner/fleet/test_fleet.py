@@ -342,22 +342,26 @@ MALICIOUS: dict[str, tuple[Callable[[RoundResult], bytes], dict[str, Any], Check
     "a low loss": (changed(losses=np.full(3, -9999, np.float32)), {}, is_usual),
     "no loss": (changed(losses=np.zeros(3, np.float32)), {}, is_usual),
     "no examples": (changed(examples=0), {"estimator": "exact"}, refused("took 0 examples")),
-    "too many": (changed(examples=2**32 - 1), {"estimator": "exact"}, refused(f"took {2**32 - 1} examples")),
+    "too many examples": (
+        changed(examples=2**32 - 1),
+        {"estimator": "exact"},
+        refused(f"took {2**32 - 1} examples"),
+    ),
     "an epsilon below zero": (changed(privacy_epsilon=-1.0), {}, refused("spent a privacy_epsilon")),
-    "an epsilon that is none": (changed(privacy_epsilon=np.nan), {}, refused("spent a privacy_epsilon")),
-    "an epsilon without end": (
+    "an epsilon that is NaN": (changed(privacy_epsilon=np.nan), {}, refused("spent a privacy_epsilon")),
+    "an infinite epsilon": (
         changed(privacy_epsilon=np.inf),
         {},
         lambda report: report.privacy_epsilon == 0.0,
     ),
-    "no privacy left": (
+    "a spent privacy budget": (
         lambda result: BUDGET_EXCEEDED,
         {"least_answers": 2},
         lambda report: (
             report.answered == list(NODES[1:]) and (NODE in report.refused) == (report.number == 0)
         ),
     ),
-    "a thousandfold": (
+    "values multiplied by a thousand": (
         lambda result: replace(result, values=result.values * 1000).to_bytes(),
         {},
         lambda report: report.shortened == [NODE],

@@ -23,7 +23,7 @@ import pytest
 from device_runner.serving.app import BYTES_A_TOKEN, BYTES_BESIDE, MOST_HELD
 from prge.generation.loop import GenerationSettings, Generator, Request
 from prge.generation.prompts import Prompts
-from tests.device_runner.serving.child import CONTEXT, FAILING, SlowSpeaker, adapters, make_tokenizer
+from tests.device_runner.serving.child import CONTEXT, FAILING, SlowGenerationEngine, adapters, make_tokenizer
 from tests.prge.data.tiny_tokenizers import byte_level_backend
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -98,7 +98,7 @@ def expected(model: str, most: int, prompt: str = "", messages: list[Any] | None
     prompts = Prompts(make_tokenizer())
     tokenized = prompts.encode_messages(messages) if messages else prompts.encode_text(prompt)
     request = Request(tokenized, adapters()[model], GenerationSettings(most))
-    return Generator(SlowSpeaker(0), make_tokenizer()).generate([request])[0].text
+    return Generator(SlowGenerationEngine(0), make_tokenizer()).generate([request])[0].text
 
 
 HELLO = [{"role": "user", "content": "Hi!"}]

@@ -18,7 +18,7 @@ from device_runner.serving.models import Models
 from device_runner.serving.worker import Worker
 from prge.errors import RunError
 from prge.generation.loop import Generator
-from tests.device_runner.serving.child import SlowSpeaker, adapters, make_tokenizer
+from tests.device_runner.serving.child import SlowGenerationEngine, adapters, make_tokenizer
 from tests.refusals import raises
 
 
@@ -40,7 +40,7 @@ def served(*clients: Client) -> list[bytes]:
     """Return what each client receives from a server in this process; clients connect in turn, and stay."""
 
     async def serve() -> list[bytes]:
-        worker = Worker(Generator(SlowSpeaker(0), make_tokenizer()), 2)
+        worker = Worker(Generator(SlowGenerationEngine(0), make_tokenizer()), 2)
         with listening.listening("127.0.0.1", 0) as listener, worker:
             application = app.make_app(Models(adapters(), make_tokenizer()), worker, Access())
             server = listening.Server(application, worker)
@@ -116,7 +116,7 @@ def test_an_unread_response_ends(monkeypatch: pytest.MonkeyPatch) -> None:
             ended.set()
 
     async def stall() -> None:
-        worker = Worker(Generator(SlowSpeaker(0), make_tokenizer()), 2)
+        worker = Worker(Generator(SlowGenerationEngine(0), make_tokenizer()), 2)
         application = app.make_app(Models(adapters(), make_tokenizer()), worker, Access())
         server = listening.Server(application, worker)
         connection: Any = server.config.http
@@ -168,7 +168,7 @@ def test_a_body_that_never_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
     async def send(message: Any) -> None:
         sent.append(message)
 
-    with Worker(Generator(SlowSpeaker(0), make_tokenizer()), 2) as worker:
+    with Worker(Generator(SlowGenerationEngine(0), make_tokenizer()), 2) as worker:
         served = app.make_app(Models(adapters(), make_tokenizer()), worker, Access())
         asyncio.run(served(scope, receive, send))
     assert sent[0]["status"] == 408

@@ -1,4 +1,4 @@
-"""Another process runs a verb and reports what it took."""
+"""Another process runs a verb and reports the time and memory that the verb took."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run pauses while it is too hot or not charging, says why, and continues by itself."""
+"""A run pauses while the phone is too hot or not charging, logs the reason, and continues by itself."""
 
 from __future__ import annotations
 

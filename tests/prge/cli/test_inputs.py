@@ -1,4 +1,4 @@
-"""Input settings: the type of a setting says what the verb reads."""
+"""Input settings: the type of a setting determines what the verb reads."""
 
 from __future__ import annotations
 

@@ -31,8 +31,8 @@ def test_the_first_interrupt_ends_the_work_and_later_ones_do_not_disturb_its_end
         with pytest.raises(KeyboardInterrupt):
             interrupt()
         interrupt()
-        ended.append("told")
-    assert ended == ["told"]
+        ended.append("called")
+    assert ended == ["called"]
     with pytest.raises(KeyboardInterrupt):
         interrupt()
 

@@ -132,7 +132,7 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
     "a number of 5,000 digits": lambda folder: _rehashed(folder, STATE, b'{"step":' + b"9" * 5000 + b"}"),
     "another step": _changed(step=7),
     "a step that is a word": _changed(step="10"),
-    "a best step that is to come": _changed(best_step=10**12),
+    "a best step in the future": _changed(best_step=10**12),
     "a loss that is no number": _changed(first_loss=[]),
     "a loss that is infinite": _changed(smoothed_loss=math.inf),
     "a best value that is no number": _changed(best_value=math.nan),

@@ -95,7 +95,7 @@ def test_the_same_graph_with_other_weights_is_a_hit(
         (Layer(), "forward", {"size": Size(10007, 3, 1, 9)}),
         (Layer(), "forward", {"split_methods": ("forward",)}),
     ],
-    ids=["number", "width", "name", "bound", "pieces"],
+    ids=["number", "width", "name", "bound", "split methods"],
 )
 def test_a_program_is_lowered_again_if_something_it_depends_on_changes(
     filled: LoweredBlockType,

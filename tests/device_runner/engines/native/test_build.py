@@ -1,4 +1,4 @@
-"""The native engine is compiled once and cached; without a compiler the error says what to do."""
+"""The native engine is compiled once and cached; without a compiler the error has remedies."""
 
 from __future__ import annotations
 

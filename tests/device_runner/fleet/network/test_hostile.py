@@ -54,8 +54,8 @@ class Scene:
         """Return the hostile device's next task."""
         return _task(self.enemy)
 
-    def goes_on(self) -> None:
-        """Assert that the round ends with the honest device's answer."""
+    def check_next_round(self) -> None:
+        """Assert that the round completes with the honest device's reply."""
         task = _task(self.honest)
         before = self.rounds.round
         self.honest.push(self.honest.reply(task, task.content))
@@ -101,16 +101,16 @@ ANSWERS: dict[str, Callable[[HostileDevice, PulledTask], object]] = {
         task, [object_of("Message", b"", [b"nobody"])]
     ),
     "no records": lambda enemy, task: enemy.push(enemy.reply(task, RecordDict())),
-    "numbers for bytes": lambda enemy, task: enemy.push(
+    "a number instead of bytes": lambda enemy, task: enemy.push(
         enemy.reply(task, RecordDict({"fleet": ConfigRecord({"content": 1.0})}))
     ),
     "a record of metrics": lambda enemy, task: enemy.push(
         enemy.reply(task, RecordDict({"fleet": MetricRecord({"content": 1})}))
     ),
-    "an error without end": lambda enemy, task: enemy.push(
+    "a very long error": lambda enemy, task: enemy.push(
         enemy.reply(task, Error(-(2**31), "\x1b[2J\n" * 5000))
     ),
-    "a half of an answer": lambda enemy, task: enemy.client.PushMessages(
+    "an incomplete reply": lambda enemy, task: enemy.client.PushMessages(
         PushMessagesRequest(
             node=enemy.node,
             messages_list=[_bare(enemy, task)],
@@ -119,25 +119,25 @@ ANSWERS: dict[str, Callable[[HostileDevice, PulledTask], object]] = {
     ),
 }
 REFUSED: dict[str, Callable[[Scene, PulledTask], object]] = {
-    "an answer to a foreign task": lambda scene, task: scene.enemy.push(
+    "a reply to a foreign task": lambda scene, task: scene.enemy.push(
         scene.enemy.reply(task, _RECORD, reply_to_message_id="0" * 64)
     ),
-    "an answer in another's name": lambda scene, task: scene.enemy.push(
+    "a reply in the name of another device": lambda scene, task: scene.enemy.push(
         scene.enemy.reply(task, _RECORD, src_node_id=scene.honest.node.node_id)
     ),
-    "an answer by another node": lambda scene, task: scene.enemy.push(
+    "a reply sent by another node": lambda scene, task: scene.enemy.push(
         scene.enemy.reply(task, _RECORD), node=scene.honest.node
     ),
-    "a time that is none": lambda scene, task: scene.enemy.push(
+    "a time that is NaN": lambda scene, task: scene.enemy.push(
         scene.enemy.reply(task, _RECORD, created_at=float("nan"))
     ),
-    "a time to live that is none": lambda scene, task: scene.enemy.push(
+    "a time to live that is NaN": lambda scene, task: scene.enemy.push(
         scene.enemy.reply(task, _RECORD, ttl=float("nan"))
     ),
-    "no message": lambda scene, task: scene.enemy.client.PushMessages(
+    "a request without a message": lambda scene, task: scene.enemy.client.PushMessages(
         PushMessagesRequest(node=scene.enemy.node)
     ),
-    "a tree of a thousand": lambda scene, task: scene.enemy.push(
+    "a tree of 800 objects": lambda scene, task: scene.enemy.push(
         scene.enemy.reply(task, _RECORD),
         tree=ObjectTree(
             object_id="a" * 64, children=[ObjectTree(object_id=f"{index:064x}") for index in range(800)]
@@ -146,13 +146,13 @@ REFUSED: dict[str, Callable[[Scene, PulledTask], object]] = {
     "many records": lambda scene, task: scene.enemy.push(
         scene.enemy.reply(task, RecordDict({"a": ArrayRecord([np.zeros(1)])}))
     ),
-    "more than an answer can have": lambda scene, task: scene.enemy.client.PushObject(
+    "an object that is too large": lambda scene, task: scene.enemy.client.PushObject(
         PushObjectRequest(node=scene.enemy.node, object_content=bytes(MOST_BYTES + SMALL_BYTES))
     ),
-    "a foreign message's receipt": lambda scene, task: scene.enemy.client.ConfirmMessageReceived(
+    "the receipt of a foreign message": lambda scene, task: scene.enemy.client.ConfirmMessageReceived(
         ConfirmMessageReceivedRequest(node=scene.enemy.node, message_object_id="0" * 64)
     ),
-    "another's goodbye": lambda scene, task: HostileDevice.leave(
+    "deactivation of another device": lambda scene, task: HostileDevice.leave(
         _Named(scene.enemy, Node(node_id=scene.honest.node.node_id))  # type: ignore[arg-type]
     ),
 }
@@ -185,7 +185,7 @@ def _tree(enemy: HostileDevice, task: PulledTask) -> ObjectTree:
 @pytest.mark.parametrize("name", ANSWERS)
 def test_invalid_replies_are_ignored(scene: Scene, name: str) -> None:
     ANSWERS[name](scene.enemy, scene.task())
-    scene.goes_on()
+    scene.check_next_round()
     assert not scene.rounds.received[-1].get(scene.enemy.node.node_id)
 
 
@@ -195,7 +195,7 @@ def test_forbidden_requests_of_a_device_are_refused(scene: Scene, name: str) -> 
     with pytest.raises(httpx.HTTPStatusError, match=r"40[13]|413"):
         REFUSED[name](scene, task)
     scene.enemy.push(scene.enemy.reply(task, b"x"))
-    scene.goes_on()
+    scene.check_next_round()
     assert scene.rounds.received[-1][scene.enemy.node.node_id] == b"x"
 
 
@@ -206,7 +206,7 @@ def test_messages_that_flower_fails_on_only_affect_their_sender(
     monkeypatch.setattr("device_runner.fleet.network.flower.math.isfinite", lambda value: True)
     task = scene.task()
     scene.enemy.push(scene.enemy.reply(task, b"x", created_at=float("nan")))
-    scene.goes_on()
+    scene.check_next_round()
     assert scene.enemy.node.node_id not in scene.rounds.received[-1]
 
 
@@ -218,7 +218,7 @@ def test_a_reply_counts_once(scene: Scene) -> None:
     for _ in range(20):
         with contextlib.suppress(httpx.HTTPStatusError):
             scene.enemy.push(scene.enemy.reply(task, os.urandom(8)))
-    scene.goes_on()
+    scene.check_next_round()
     assert scene.rounds.received[-1][scene.enemy.node.node_id] == b"first"
 
 
@@ -243,7 +243,7 @@ class TestStranger:
                 assert b" 401 " in connection.recv(100)
         assert _resident() - before < 10 << 20
         scene.enemy.push(scene.enemy.reply(scene.task(), b"x"))
-        scene.goes_on()
+        scene.check_next_round()
 
     @pytest.mark.parametrize(
         ("request_", "status"),
@@ -287,7 +287,7 @@ class TestStranger:
                 if index % 3 == 0:
                     plain.sendall(b"\x16\x03\x01\x02\x00\x01")
             scene.enemy.push(scene.enemy.reply(scene.task(), b"x"))
-            scene.goes_on()
+            scene.check_next_round()
 
 
 def test_an_incomplete_head_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,7 +310,7 @@ def test_an_incomplete_head_times_out(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_the_store_holds_one_round(scene: Scene) -> None:
     for _ in range(3):
         scene.enemy.push(scene.enemy.reply(scene.task(), os.urandom(100_000)))
-        scene.goes_on()
+        scene.check_next_round()
     with contextlib.closing(
         sqlite3.connect(scene.keys.parent / "server" / "flower" / "superlink.db")
     ) as base:

@@ -1,4 +1,4 @@
-"""Tests of a fleet's keys: who gets which files, their permissions, and the errors about damaged ones."""
+"""Tests of a fleet's keys: the files of server and devices, their permissions, and damaged files."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ with run_lock(folder):
 
 
 @contextmanager
-def going_on(folder: Path) -> Iterator[subprocess.Popen[str]]:
+def running_process(folder: Path) -> Iterator[subprocess.Popen[str]]:
     """Start a process that holds a run after 25 of 40 steps."""
     write_run(folder, status="running", steps=25)
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}

@@ -14,7 +14,7 @@ import pytest
 
 from device_runner.serving.page.runs import MOST_STREAMS
 from tests.device_runner.reporting.run_folders import write_run
-from tests.device_runner.serving.page.browsing import Served, going_on, served
+from tests.device_runner.serving.page.browsing import Served, running_process, served
 
 
 def response_to(server: Served, method: str, path: str, body: str | None = None, **headers: str) -> Any:
@@ -125,7 +125,7 @@ def test_a_foreign_page_stops_no_run_and_reads_nothing(
 ) -> None:
     """The server accepts pages from 127.0.0.1 at another port as local, but not from `evil.localhost`."""
     errors = ("CORS", "blocked", "Content Security", "frame", "400", "403", "415", "429")
-    with going_on(tmp_path / "run") as process, served(runs=tmp_path) as server:
+    with running_process(tmp_path / "run") as process, served(runs=tmp_path) as server:
         with elsewhere(EVIL.format(url=server.url)) as port:
             page = visit(f"http://{host}:{port}/", expected=errors)
             page.wait_for_function("() => document.title.startsWith('tried')")
@@ -134,7 +134,7 @@ def test_a_foreign_page_stops_no_run_and_reads_nothing(
             assert {plain_json, plain, unread} <= {"refused", "opaque"}
             assert all("training" not in (frame.title() or "").lower() for frame in page.frames[1:])
         assert process.poll() is None
-        # The run was not asked to stop.
+        # No page could stop the run.
         own = visit(f"{server.url}/training", expected=("429",))
         own.get_by_role("button", name="Stop after this step").click()
         own.get_by_text("The run stops after this step.").wait_for()

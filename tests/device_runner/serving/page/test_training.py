@@ -13,14 +13,14 @@ import pytest
 from playwright.sync_api import expect
 
 from tests.device_runner.reporting.run_folders import write_run
-from tests.device_runner.serving.page.browsing import going_on, served, shots, step
+from tests.device_runner.serving.page.browsing import running_process, served, shots, step
 
 Visit = Callable[..., Any]
 EVIL = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"
 
 
 def test_a_run_is_followed_and_stopped(tmp_path: Path, visit: Visit) -> None:
-    with going_on(tmp_path / "runs" / "first") as process, served(runs=tmp_path / "runs") as server:
+    with running_process(tmp_path / "runs" / "first") as process, served(runs=tmp_path / "runs") as server:
         page = visit(f"{server.url}/training")
         expect(page.get_by_role("heading", name="first")).to_be_visible()
         view = page.locator("article")
@@ -44,7 +44,7 @@ def test_a_run_is_followed_and_stopped(tmp_path: Path, visit: Visit) -> None:
 
 @pytest.mark.whole
 def test_a_pause_and_its_reason_are_shown(tmp_path: Path, visit: Visit) -> None:
-    with going_on(tmp_path / "runs" / "first"), served(runs=tmp_path / "runs") as server:
+    with running_process(tmp_path / "runs" / "first"), served(runs=tmp_path / "runs") as server:
         page = visit(f"{server.url}/training")
         mark = page.locator("article .mark")
         expect(mark).to_have_text("running")
@@ -59,7 +59,7 @@ def test_a_pause_and_its_reason_are_shown(tmp_path: Path, visit: Visit) -> None:
 
 @pytest.mark.whole
 def test_a_second_request_to_stop_is_refused(tmp_path: Path, visit: Visit) -> None:
-    with going_on(tmp_path / "first") as process, served(runs=tmp_path) as server:
+    with running_process(tmp_path / "first") as process, served(runs=tmp_path) as server:
         os.kill(process.pid, signal.SIGSTOP)
         page = visit(f"{server.url}/training", expected=("409",))
         button = page.get_by_role("button", name="Stop after this step")
@@ -166,7 +166,7 @@ def test_screenshots_of_training_runs(tmp_path: Path, visit: Visit, pictures: Pa
 
     write_run(tmp_path / "tuned" / "search" / "0.01-4", steps=20)
     write_run(tmp_path / "second", status="failed", steps=10)
-    with going_on(tmp_path / "tuned" / "run") as process, served(runs=tmp_path) as server:
+    with running_process(tmp_path / "tuned" / "run") as process, served(runs=tmp_path) as server:
         for number in range(26, 31):
             step(process, number)
         shots(visit, f"{server.url}/training#run=tuned%2Frun", pictures, "training", wait_for_curves)

@@ -165,7 +165,7 @@ def test_a_damaged_folder_is_refused(
             "token-too-large",
         ),
     ],
-    ids=["a special token that is not there", "an id of another size"],
+    ids=["a missing special token", "an id of another size"],
 )
 def test_a_tokenizer_that_fails_in_the_library_is_refused(
     tmp_path: Path, change: dict[str, Any], code: str

@@ -226,19 +226,22 @@ def test_scaled_positions_are_read(
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a key that nothing reads": ({"more": {"attention.scale": 0.5}}, "gguf-key-not-read"),
-    "a way of scaling": (
+    "an unknown scaling of positions": (
         {"more": {"rope.scaling.type": "su", "rope.scaling.factor": 2.0}},
         "gguf-value-not-read",
     ),
-    "layers without end": ({"more": {"block_count": 1 << 31}}, "config-out-of-bounds"),
-    "a width of other weights": ({"more": {"embedding_length": 128}}, "weights-of-another-model"),
+    "too many layers": ({"more": {"block_count": 1 << 31}}, "config-out-of-bounds"),
+    "a width that differs from the weights": (
+        {"more": {"embedding_length": 128}},
+        "weights-of-another-model",
+    ),
     "no heads": ({"more": {"attention.head_count": 0}}, "config-out-of-bounds"),
     "heads that don't fit": ({"more": {"attention.head_count": 7}}, "gguf-not-read"),
     "a width that is a text": ({"more": {"embedding_length": "wide"}}, "config-out-of-bounds"),
-    "heads of each layer": ({"more": {"attention.head_count": [4, 4]}}, "gguf-not-read"),
+    "a number of heads for each layer": ({"more": {"attention.head_count": [4, 4]}}, "gguf-not-read"),
     "a base that is a text": ({"more": {"rope.freq_base": "10000"}}, "model-not-made"),
-    "turned numbers that are a text": ({"more": {"rope.dimension_count": "16"}}, "config-out-of-bounds"),
-    "a tensor too many": (
+    "a rotary dimension that is a text": ({"more": {"rope.dimension_count": "16"}}, "config-out-of-bounds"),
+    "an additional tensor": (
         {"tensors": {"blk.0.attn_sinks.weight": np.zeros(4, np.float32)}},
         "gguf-spare-tensors",
     ),

@@ -76,7 +76,7 @@ LIES = {
     "more keys than there are": (header(counts=(0, 2)), "a key is empty"),
     "key length": (header([struct.pack("<Q", 1 << 62)]), "a key has 4,611,686,018,427,387,904 bytes"),
     "text length": (header([field("x", TEXT, struct.pack("<Q", 1 << 40))]), "'x' has 1,099,511,627,776"),
-    "text behind the file": (
+    "text after the end of the file": (
         header([field("x", TEXT, struct.pack("<Q", 5000))]),
         "would end after the end of the file",
     ),
@@ -86,11 +86,11 @@ LIES = {
         header([field("x", LIST, struct.pack("<IQ", U32, 1 << 61))]),
         "counts 2,305,843,009,213,693,952 values",
     ),
-    "array behind the file": (
+    "array after the end of the file": (
         header([field("x", LIST, struct.pack("<IQ", U32, 1 << 20))]),
         "'x' would end after the end of the file",
     ),
-    "texts behind the file": (
+    "texts after the end of the file": (
         header([field("x", LIST, texts(1 << 20))]),
         "'x' would end after the end of the file",
     ),
@@ -105,18 +105,21 @@ LIES = {
     "no dimensions": (header(tensors=[tensor(shape=())]), "has 0 dimensions"),
     "dimension of 0": (header(tensors=[tensor(shape=(0, 4))]), "has the invalid shape"),
     # Products that overflow 64 bits, as in llama.cpp's CVE-2026-27940.
-    "product that wraps": (header(tensors=[tensor(shape=(1 << 31, 1 << 31, 4, 1))]), "would end at byte"),
-    "dimension that wraps": (header(tensors=[tensor(shape=(1 << 63, 2))]), "has the invalid shape"),
-    "offset that wraps": (header(tensors=[tensor(offset=(1 << 64) - 32)]), "would end at byte"),
+    "product that overflows": (header(tensors=[tensor(shape=(1 << 31, 1 << 31, 4, 1))]), "would end at byte"),
+    "dimension that overflows": (header(tensors=[tensor(shape=(1 << 63, 2))]), "has the invalid shape"),
+    "offset that overflows": (header(tensors=[tensor(offset=(1 << 64) - 32)]), "would end at byte"),
     # An end after the end of the file, as in Ollama's CVE-2026-7482.
-    "offset behind the file": (header(tensors=[tensor(offset=1 << 20)]), "would end at byte"),
-    "size behind the file": (header(tensors=[tensor(shape=(8, 5))]), "would end at byte"),
+    "offset after the end of the file": (header(tensors=[tensor(offset=1 << 20)]), "would end at byte"),
+    "size after the end of the file": (header(tensors=[tensor(shape=(8, 5))]), "would end at byte"),
     "offset that isn't aligned": (header(tensors=[tensor(offset=4)]), "begins at 4, which isn't aligned"),
     "type of a tensor": (header(tensors=[tensor(ggml_type=UNKNOWN)]), "the ggml type 4000"),
     "type that nothing dequantizes": (header(tensors=[tensor(ggml_type=Q8_K)]), "the ggml type Q8_K"),
-    "row that no blocks make": (header(tensors=[tensor(shape=(8, 4), ggml_type=Q4_0)]), "blocks of 32"),
+    "row that is no multiple of a block": (
+        header(tensors=[tensor(shape=(8, 4), ggml_type=Q4_0)]),
+        "blocks of 32",
+    ),
     "tensor twice": (header(tensors=[tensor(), tensor()]), "'a' occurs twice"),
-    "one place": (header(tensors=[tensor("a"), tensor("b")]), "overlap"),
+    "equal offsets": (header(tensors=[tensor("a"), tensor("b")]), "overlap"),
     "overlap": (
         header(tensors=[tensor("a"), tensor("b", offset=96)], data=256),
         "'a' and 'b' overlap",
@@ -129,7 +132,7 @@ LIES = {
         header([TOKENS, field("tokenizer.ggml.eos_token_id", U32, 2)]),
         "eos_token_id is 2, but there are 2 tokens",
     ),
-    "tokens that are no texts": (
+    "tokens that are not texts": (
         header([field("tokenizer.ggml.tokens", LIST, struct.pack("<IQI", U32, 1, 1))]),
         "tokens is not an array of strings",
     ),
