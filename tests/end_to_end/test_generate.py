@@ -113,8 +113,8 @@ def test_trained_models_complete_texts_like_the_merged_model(
 
 def test_a_conversation_through_a_pipe(workshop: Path, trained: Path) -> None:
     arguments = ["--bundle", workshop / "bundle", "--max-tokens", 6, "--temperature", 0]
-    lines = f"aa bb\n/reset\n/adapter {trained}\naa bb\n"
-    done = prge("chat", *arguments, input=lines)
+    inputs = f"aa bb\n/reset\n/adapter {trained}\naa bb\n"
+    done = prge("chat", *arguments, input=inputs)
     alone = [
         prge("generate", *arguments, "--prompt", "aa bb", *adapter).stdout
         for adapter in ([], ["--adapter", trained])

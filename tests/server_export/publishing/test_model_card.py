@@ -79,7 +79,7 @@ def test_the_token_that_texts_begin_with_is_in_the_prompt(format: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("estimator", "tag", "text"),
+    ("estimator", "tag", "sentence"),
     [
         (
             "tangent",
@@ -91,11 +91,11 @@ def test_the_token_that_texts_begin_with_is_in_the_prompt(format: str) -> None:
         ("exact", "backpropagation", "Exact gradients"),
     ],
 )
-def test_the_estimator_is_described(estimator: str, tag: str, text: str) -> None:
+def test_the_estimator_is_described(estimator: str, tag: str, sentence: str) -> None:
     text = card(estimator)
     tags = {line[2:] for line in text.split("---")[1].splitlines() if line.startswith("- ")}
     assert tags == {"lora", "prge", tag}
-    assert text in text
+    assert sentence in text
     assert ("forward passes only" in text) == (estimator != "exact")
     assert ("| epsilon" in text) == (estimator in ("antithetic", "fzoo"))
     assert ("| queries" in text) == (estimator != "exact")
@@ -182,7 +182,7 @@ def test_a_damaged_summary_is_empty(tmp_path: Any, content: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "text"),
+    ("changes", "sentence"),
     [
         ({"format": "peft"}, "With the original weights of the base model answers can differ"),
         ({"format": "gguf"}, "`prge publish --format merged` writes a model with the weights"),
@@ -197,11 +197,11 @@ def test_a_damaged_summary_is_empty(tmp_path: Any, content: str) -> None:
     ],
 )
 def test_a_card_shows_which_weights_the_adapter_was_trained_with(
-    changes: Mapping[str, Any], text: str
+    changes: Mapping[str, Any], sentence: str
 ) -> None:
     text = " ".join(card("exact", changes=changes, quantization={"scheme": "8da4w"}).split())
     trained_against = (
         "trained and scored against frozen weights that are rounded to 8da4w, in an engine that rounds"
     )
-    assert (trained_against in text) == bool(text) and text in text
+    assert (trained_against in text) == bool(sentence) and sentence in text
     assert trained_against not in " ".join(card("exact").split())
