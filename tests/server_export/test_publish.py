@@ -448,11 +448,11 @@ def constants_of(export_again: Callable[[], object], monkeypatch: pytest.MonkeyP
     tensors = FrozenTensors.tensors
 
     def record_tensors(self: Any, *given: Any) -> Any:
-        made = dict(tensors(self, *given))
-        for codes, scale in ((made[codes_name(name)], made[scale_name(name)]) for name in self.layers):
+        named = dict(tensors(self, *given))
+        for codes, scale in ((named[codes_name(name)], named[scale_name(name)]) for name in self.layers):
             groups = codes.float().view(*scale.shape, -1) * scale.float().unsqueeze(2)
             weights.append(groups.view(codes.shape))
-        return iter(made.items())
+        return iter(named.items())
 
     monkeypatch.setattr(FrozenTensors, "tensors", record_tensors)
     export_again()

@@ -137,16 +137,16 @@ def test_files_are_copied_back_however_the_verb_ends(phone: FakePhone, tmp_path:
 
 def test_a_file_that_the_verb_appends_to_is_sent(phone: FakePhone, tmp_path: Path) -> None:
     phone.write_settings("first", "/data/bundle")
-    mine = tmp_path / "mine.jsonl"
-    mine.write_text("one\n")
-    mine.chmod(0o640)
+    local_rows = tmp_path / "mine.jsonl"
+    local_rows.write_text("one\n")
+    local_rows.chmod(0o640)
     writes(phone, "feedback", "two\n")
-    assert phone.prge("chat", "first", "--feedback", mine).stdout == "one\n"
-    assert mine.read_text() == "one\ntwo\n" and mine.stat().st_mode & 0o777 == 0o640
+    assert phone.prge("chat", "first", "--feedback", local_rows).stdout == "one\n"
+    assert local_rows.read_text() == "one\ntwo\n" and local_rows.stat().st_mode & 0o777 == 0o640
     # Lines that were appended here meanwhile stay.
-    writes(phone, "feedback", "four\n", here=f"open({str(mine)!r}, 'a').write('three\\n')")
-    phone.prge("chat", "first", "--feedback", mine)
-    assert mine.read_text() == "one\ntwo\nthree\nfour\n"
+    writes(phone, "feedback", "four\n", here=f"open({str(local_rows)!r}, 'a').write('three\\n')")
+    phone.prge("chat", "first", "--feedback", local_rows)
+    assert local_rows.read_text() == "one\ntwo\nthree\nfour\n"
 
 
 @dataclass(frozen=True)

@@ -109,8 +109,8 @@ class Scene:
         if role == FORWARD:
             outputs = engine.forward(call)
         elif role == JVP:
-            mine = {name: factors[:, list(rows)] for name, factors in self.directions.items()}
-            first, tangents = engine.jvp(call, mine)
+            selected = {name: factors[:, list(rows)] for name, factors in self.directions.items()}
+            first, tangents = engine.jvp(call, selected)
             outputs = np.concatenate([first[None], tangents])
         else:
             result, gradient = engine.vjp(call, gradient_by_outputs)

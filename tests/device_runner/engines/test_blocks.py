@@ -215,10 +215,10 @@ def test_a_manifest_with_shapes_that_differ_from_the_programs_is_refused(
     ],
 )
 def test_specs_that_differ_from_the_programs_are_refused(folder: Path, engine: str, spec: str) -> None:
-    def lie(chain: dict[str, Any]) -> None:
+    def change_spec(chain: dict[str, Any]) -> None:
         chain["programs"][1]["methods"]["forward"]["input_specs"][0] = spec
 
-    change(folder, lie)
+    change(folder, change_spec)
     refused(folder, "program-of-other-signature", containing=spec, engine=engine)
 
 

@@ -238,9 +238,9 @@ def test_many_calls_take_no_more_buffers_than_the_first(
     buffers: list[weakref.ref[mmap.mmap]] = []
 
     def noted(descriptor: int, length: int, *settings: Any) -> mmap.mmap:
-        made = mapping(descriptor, length, *settings)
-        buffers.append(weakref.ref(made))
-        return made
+        mapped = mapping(descriptor, length, *settings)
+        buffers.append(weakref.ref(mapped))
+        return mapped
 
     monkeypatch.setattr(mmap, "mmap", noted)
     call, counts = call_for(bundle, role, 9), []

@@ -63,9 +63,9 @@ def test_every_sequence_is_in_one_micro_batch_shorter_ones_first(counts: list[in
 def test_every_row_is_computed_once_and_only_with_rows_of_its_length(
     counts: list[int], data: st.DataObject
 ) -> None:
-    lengths, mine = lengths_of(counts), some_of(counts, data)
-    result = [*length_groups(mine, lengths, BOUNDS)]
-    assert sorted(np.concatenate(result).tolist()) == mine.tolist()
+    lengths, numbers = lengths_of(counts), some_of(counts, data)
+    result = [*length_groups(numbers, lengths, BOUNDS)]
+    assert sorted(np.concatenate(result).tolist()) == numbers.tolist()
     for rows in result:
         assert len({*lengths[rows].tolist()}) == 1
         assert len(rows) <= (BOUNDS.batch if lengths[rows[0]] <= BOUNDS.chunk else 1)
@@ -74,9 +74,9 @@ def test_every_row_is_computed_once_and_only_with_rows_of_its_length(
 
 @given(COUNTS, st.data())
 def test_rows_of_one_adapter_replace_copies_too(counts: list[int], data: st.DataObject) -> None:
-    lengths, mine = lengths_of(counts), some_of(counts, data)
-    result = [*single_adapter_groups(mine, lengths, BOUNDS)]
-    assert sorted(np.concatenate([rows.ravel() for rows in result]).tolist()) == mine.tolist()
+    lengths, numbers = lengths_of(counts), some_of(counts, data)
+    result = [*single_adapter_groups(numbers, lengths, BOUNDS)]
+    assert sorted(np.concatenate([rows.ravel() for rows in result]).tolist()) == numbers.tolist()
     for rows in result:
         length = int(lengths[rows.flat[0]])
         assert (lengths[rows] == length).all()

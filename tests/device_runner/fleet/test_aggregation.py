@@ -54,8 +54,8 @@ def test_every_device_has_the_same_weight(combine: Any, devices: int) -> None:
 def test_less_than_a_third_of_the_devices_moves_no_value_beyond_the_others() -> None:
     honest = _changes(7)
     for combine in ("trimmed", "median"):
-        for lie in (1e6, -1e6, 0.0):
-            table = np.concatenate([honest, np.full((3, SIZE), lie, np.float32)])
+        for value in (1e6, -1e6, 0.0):
+            table = np.concatenate([honest, np.full((3, SIZE), value, np.float32)])
             result = aggregate(table, Plan(combine=combine))
             assert np.all((honest.min(0) <= result) & (result <= honest.max(0)))
     table = np.concatenate([honest, np.full((3, SIZE), 1e6, np.float32)])
@@ -66,8 +66,8 @@ def test_a_malicious_device_has_no_more_weight_than_an_honest_one() -> None:
     """Whatever a device's result holds, its influence on the mean is that of one device."""
     honest = _changes(3)
     lengths = np.linalg.norm(honest, axis=1)
-    for lie in (_changes(1), 1e6 * _changes(1), np.full((1, SIZE), 0.0), np.full((1, SIZE), -999_999.0)):
-        table = np.concatenate([honest, lie.astype(np.float32)])
+    for changes in (_changes(1), 1e6 * _changes(1), np.full((1, SIZE), 0.0), np.full((1, SIZE), -999_999.0)):
+        table = np.concatenate([honest, changes.astype(np.float32)])
         most = np.median(np.linalg.norm(table, axis=1))
         expected = (honest * np.minimum(1, most / lengths)[:, None]).sum(0) / 4
         result = aggregate_projected_gradients(table, Plan(combine="trimmed"))

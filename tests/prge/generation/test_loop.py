@@ -282,7 +282,7 @@ def test_with_needs_answer_only_a_request_that_repeats_the_completion_shares_its
 
 
 @pytest.mark.parametrize(
-    ("said", "is_known"),
+    ("repeat", "is_known"),
     [
         (lambda text: text, True),
         (lambda text: f" {text}\n", True),
@@ -302,7 +302,7 @@ def test_with_needs_answer_only_a_request_that_repeats_the_completion_shares_its
     ],
 )
 def test_a_completion_that_is_repeated_as_text_is_recognized(
-    said: Callable[[str], str], is_known: bool
+    repeat: Callable[[str], str], is_known: bool
 ) -> None:
     """A client may send back other tokens of the same text, or leave out the reasoning at its beginning."""
     prompt = [1, *range(5, 25)]
@@ -310,7 +310,7 @@ def test_a_completion_that_is_repeated_as_text_is_recognized(
     sharing = Sharing(needs_answer=True)
     (answer,) = generator.generate([replace(make_request(prompt, max_tokens=60), sharing=sharing)])
     assert len(answer.text.strip()[-20:].strip()) >= 16 and len(answer.text.strip()) > 25
-    sharing = replace(sharing, answers=("no", said(answer.text)))
+    sharing = replace(sharing, answers=("no", repeat(answer.text)))
     request = replace(make_request([*prompt, 400, 401]), sharing=sharing)
     assert generator.generate([request])[0].fed_tokens == (2 if is_known else len(prompt) + 2)
 

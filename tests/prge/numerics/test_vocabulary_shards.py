@@ -50,18 +50,18 @@ class Shards:
         reading = TargetLogProbs(targets, self.shard_size, queries)
         for shard in range(self.logits.shape[1] // self.shard_size):
             index = reading.local_targets(shard, ALL)[0]
-            mine = slice(shard * self.shard_size, (shard + 1) * self.shard_size)
+            columns = slice(shard * self.shard_size, (shard + 1) * self.shard_size)
 
             def parts(shift: FloatArray) -> tuple[FloatArray, FloatArray | None]:
                 self.calls += 1
-                logits = self.logits[:, mine].astype(np.float32) - shift[:, None]  # noqa: B023
+                logits = self.logits[:, columns].astype(np.float32) - shift[:, None]  # noqa: B023
                 with np.errstate(over="ignore"):
                     exponentials = np.exp(logits)
                 chosen = np.take_along_axis(logits, index[:, None], 1)[:, 0]  # noqa: B023
                 answer = np.stack([chosen, exponentials.sum(-1)], -1)
                 if self.tangents is None:
                     return answer, None
-                moved = self.tangents[..., mine]  # noqa: B023
+                moved = self.tangents[..., columns]  # noqa: B023
                 positions = np.broadcast_to(index[:, None], (*moved.shape[:2], 1))  # noqa: B023
                 at = np.take_along_axis(moved, positions, 2)[..., 0]
                 return answer, np.stack([at, (moved * exponentials).sum(-1)], -1)

@@ -45,10 +45,10 @@ def test_same_text_as_transformers(name: str, conversation: str, add_generation_
 
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=byte_level_backend(), **SPECIAL)
     messages = CONVERSATIONS[conversation]
-    mine = ChatTemplate(TEMPLATES[name], SPECIAL)
+    template = ChatTemplate(TEMPLATES[name], SPECIAL)
     if (name, conversation) == ("turns", "system"):
         with raises(DataError, "messages-refused", containing="no system role"):
-            mine.render(messages, add_generation_prompt=add_generation_prompt)
+            template.render(messages, add_generation_prompt=add_generation_prompt)
         return
     expected = tokenizer.apply_chat_template(
         messages,
@@ -56,7 +56,7 @@ def test_same_text_as_transformers(name: str, conversation: str, add_generation_
         tokenize=False,
         add_generation_prompt=add_generation_prompt,
     )
-    assert mine.render(messages, add_generation_prompt=add_generation_prompt) == expected
+    assert template.render(messages, add_generation_prompt=add_generation_prompt) == expected
 
 
 @pytest.mark.parametrize(
@@ -142,12 +142,12 @@ def test_same_tokens_as_transformers(name: str) -> None:
 
     reference = transformers.PreTrainedTokenizerFast(tokenizer_object=byte_level_backend(), **SPECIAL)
     messages = CONVERSATIONS["two turns"]
-    mine = Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, prepend_bos=True)
+    tokenizer = Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, prepend_bos=True)
     rendered = ChatTemplate(TEMPLATES[name], SPECIAL).render(messages)
     expected = reference.apply_chat_template(messages, chat_template=TEMPLATES[name], tokenize=True)[
         "input_ids"
     ]
-    assert mine.encode(rendered, control=True) == expected
+    assert tokenizer.encode(rendered, control=True) == expected
 
 
 @pytest.mark.parametrize(
