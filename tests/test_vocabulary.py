@@ -71,7 +71,7 @@ RETIRED = {
     "are said": "are reported; or name who reports what",
     "is waited for": "waits for",
     "are waited for": "wait for",
-    "who finds": "users who find, whoever finds",
+    "who finds": "users who find",
     "who asks": "users who ask, clients that request",
     "going on": "continuing, in progress",
     "comes out": "results",

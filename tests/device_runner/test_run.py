@@ -737,7 +737,7 @@ def test_decay_and_normalisation_are_part_of_a_run(
 
 
 def test_the_normalisation_by_tokens_is_for_completions(device: Device, settings: RunSettings) -> None:
-    if device.encoder:  # it compares classes
+    if device.encoder:  # a loss over classes has no tokens
         with raises(ConfigError, "setting-of-other-objective", containing="--loss-normalisation"):
             run(replace(settings, loss_normalisation="token"))
 

@@ -169,7 +169,7 @@ def test_an_encoder_learns_from_a_few_rows(workshop: Path, encoder: Path, tmp_pa
     arguments += ["--dev", rows, "--learning-rate", 0.01, "--json", tmp_path / "tune-result.json"]
     done = prge("tune", rows, *arguments)
     result = result_of(tmp_path / "out")
-    # The start is a step that development rows may choose.
+    # Development rows may select step 0, the start.
     assert result["score_after"]["loss"] <= result["score_before"]["loss"]
     assert "2 different rows" in result["chosen"]["head_folds"]["why"]
     before, after = result["samples"]["before"], result["samples"]["after"]

@@ -29,7 +29,7 @@ from tests.templates import random_adapter
 from tests.tiny_models import save_model
 
 TOKENS = 16
-# More than one call computes.
+# More positions than one call computes.
 POSITIONS = 224
 
 

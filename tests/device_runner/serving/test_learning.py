@@ -364,8 +364,7 @@ def test_an_adapter_that_harms_retained_rows_is_not_served(workspace: Workspace,
     _, *rounds = workspace.learnt(kept=tmp_path / "kept.jsonl", may_lose=0.0, replay=0.0)
     assert [each["status"] for each in rounds] == ["refused", "refused"]
     assert {each["why"] for each in rounds} == {"worse on the retained rows"}
-    # Of the second round, two rows are learned besides the held-out one; and all four rows of the first
-    # round.
+    # The second round learns its own rows without the held-out ones, and all four rows of the first round.
     assert [each["learnt"] for each in rounds] == [3, 6]
     assert rounds[0]["kept"]["metric"] == "-loss" and not workspace.served
     assert not any((workspace.learn / "rounds").iterdir())

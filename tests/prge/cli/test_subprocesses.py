@@ -26,7 +26,7 @@ def test_settings_go_into_a_file_that_the_verb_reads(tmp_path: Path) -> None:
 def test_an_interrupted_step_interrupts_the_caller(
     monkeypatch: pytest.MonkeyPatch, code: int, expected: type[BaseException]
 ) -> None:
-    """The page of a run interrupts it like this."""
+    """An interrupted child interrupts its caller; any other exit code is an error."""
     end = f"import os; os.kill(os.getpid(), {-code})" if code < 0 else f"raise SystemExit({code})"
     monkeypatch.setattr(starting, "verb_command", lambda *arguments: [sys.executable, "-c", end])
     with pytest.raises(expected):

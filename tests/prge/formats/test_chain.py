@@ -118,7 +118,7 @@ def test_chunks_follow_each_other_and_none_has_one_token_alone(length: int, head
     assert [cut.start for cut in cuts] == [0, *(cut.stop for cut in cuts[:-1])] and cuts[-1].stop == length
     sizes = [cut.stop - cut.start for cut in cuts]
     assert all(2 <= size <= 256 for size in sizes)
-    # Scores of all heads take 8 MB at most, but where layers would have too few tokens.
+    # Scores of all heads take 8 MB at most, except where chunks would have too few tokens.
     assert all(
         heads * size * cut.stop <= 1 << 21 or size <= 64 for cut, size in zip(cuts, sizes, strict=True)
     )
@@ -161,7 +161,7 @@ def test_sizes_out_of_bounds_are_refused_without_allocating_memory(path: tuple[A
         block = block_of()
         at(block, path[:-1])[path[-1]] = value
         if path[-1] == MAY_BE_NULL and value > 0:
-            Chain.from_json(block)  # as far as any row goes
+            Chain.from_json(block)  # a window longer than any row
             continue
         with raises(BundleError, "chain-not-runnable"):
             Chain.from_json(block)

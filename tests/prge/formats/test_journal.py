@@ -243,7 +243,7 @@ def test_a_journal_that_got_no_record_leaves_no_file(tmp_path: Path) -> None:
     path.write_bytes(b"")
     with Journal(path):
         pass
-    assert path.read_bytes() == b""  # somebody else's
+    assert path.read_bytes() == b""  # an empty file that existed before
     with Journal(tmp_path / "other.jsonl") as journal:
         journal.append({"kind": "start"})
     assert (tmp_path / "other.jsonl").stat().st_size > 0

@@ -174,7 +174,7 @@ def test_a_smaller_adapter_of_any_scale_can_be_trained_on(tmp_path: Path, templa
     assert np.array_equal(result.lora_a[module.name][1], own[module.name][1])
     assert np.array_equal(result.lora_a[other.name], own[other.name])
     assert not result.lora_b[module.name][1].any() and not result.lora_b[other.name].any()
-    # They are what a step moves.
+    # The arrays are views of the values that a step changes.
     assert np.shares_memory(result.lora_a[other.name], result.values)
 
 

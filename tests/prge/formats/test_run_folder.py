@@ -43,7 +43,7 @@ def test_every_metric_is_written_at_once_as_a_line_of_json(tmp_path: Path) -> No
     log = RunLog(tmp_path / "run")
     log.metric(step(0))
     log.metric({"event": "evaluation", "step": 0, "loss": np.float32(0.5), "rows": np.int64(8)})
-    # Read before anything is closed.
+    # The file is read before the log is closed.
     lines = (tmp_path / "run" / METRICS).read_text(encoding="utf-8").splitlines()
     assert [json.loads(line) for line in lines] == [
         {"event": "step", "step": 0, "loss": 1.0},

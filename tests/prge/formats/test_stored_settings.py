@@ -147,7 +147,7 @@ def test_values_outside_of_the_folder_are_listed(tmp_path: Path, monkeypatch: py
     names = ["sst2", "plain", "gpt2", "private", "lora"]
     assert [each for each in out if not is_outside(folder, each)] == []
     assert [each for each in (*inside, *names) if is_outside(folder, each)] == []
-    # What is written to is made there, whatever there is now.
+    # Outputs are created in the folder, whatever exists there now.
     assert [each for each in (*out, *names) if not is_outside(folder, each, is_written=True)] == []
     assert [each for each in inside if is_outside(folder, each, is_written=True)] == []
     os.close(descriptor)

@@ -130,7 +130,7 @@ def test_filters_leave_the_tokens_that_transformers_leaves(filters: dict[str, An
 def test_the_same_seed_gives_the_same_tokens() -> None:
     logits = np.random.default_rng(0).normal(size=1000).astype(np.float32)
     assert sampled(logits, [], seed=7) == sampled(logits, [], seed=7) != sampled(logits, [], seed=8)
-    # For other machines and versions of numpy to compare with.
+    # Other machines and versions of numpy are compared with these tokens.
     assert sampled(logits_of(*range(8)), [], 12, seed=7, temperature=4.0) == [*map(int, "774561606404")]
 
 

@@ -134,7 +134,7 @@ def test_the_chain_rule_between_outputs_and_losses(encoder: bool, folds: int) ->
     np.testing.assert_allclose(whole, expected.sum(1), atol=1e-8)
 
 
-# Of different numbers of sequences, and these of different numbers of targets.
+# Examples with different numbers of sequences, which have different numbers of targets.
 RAGGED = [
     replace(completion(1, [1, 2, 3, 4, 5, 6], 2), weight=0.5),
     long_choice(2, [1], [[3], [4, 5, 6], [7, 8]], 1),

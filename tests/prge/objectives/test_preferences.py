@@ -160,7 +160,7 @@ def test_differences_are_derivatives(name: str) -> None:
 def test_only_the_loss_that_compares_a_steps_examples_is_not_separate(name: str) -> None:
     """If losses are separable, some examples have the same losses and gradients as among all."""
     objective, examples = OBJECTIVES[name], pairs(6)
-    # Above their references, so that KTO's mean counts.
+    # Scores above their references make KTO's mean positive.
     table = np.minimum(np.random.default_rng(2).normal(-1, 0.3, (1, 6, 2)), -0.1)
     parts = slice(0, 2), slice(2, 6)
     same = all(

@@ -102,7 +102,7 @@ def test_weights_are_mapped_by_the_native_engine_and_held_by_the_other() -> None
     assert native.mapped == torch.weights >= WEIGHTS.packed
     sums = ("total_bytes", "anonymous_bytes")
     assert native.total == sum(value for name, value in native.to_json().items() if name not in sums)
-    # Memory of the largest call for each method.
+    # The torch engine has memory for the largest call of each method.
     assert torch.arena > 2 * native.arena
 
 
@@ -184,7 +184,7 @@ def test_memory_of_a_row_in_chunks_grows_with_its_length() -> None:
         taken[length] = estimate_run_memory(
             outline, shape, weights, ROLES, "native", weights.largest
         ).anonymous
-    # Half of an attention's scores is what a whole row's are, once it is longer than a chunk.
+    # In chunks, the scores of attention grow in proportion to the length of the row.
     assert taken[8192] - taken[4096] < 2.5 * (taken[4096] - taken[2048])
     whole = replace(OUTLINE, longest=512)
     shape = replace(shape, tokens=512)
@@ -227,7 +227,7 @@ def test_adapter_and_directions() -> None:
     assert (memory.adapter, memory.directions) == (8 * 2 * 4 * 64 * 4, 0)
     tangent = estimate_run_memory(OUTLINE, JVP, WEIGHTS, ROLES, "native")
     assert (tangent.adapter, tangent.directions) == (2 * 4 * 64 * 4, 4 * 2 * 2 * (4 + 64) * 5)
-    # Those of a whole step, however few of its sequences are computed at once.
+    # Directions of a whole step are in memory, however few of its sequences are computed at once.
     large = replace(JVP, sequences=1000)
     assert large.sequences_at_once < 1000
     taken = estimate_run_memory(OUTLINE, large, WEIGHTS, ROLES, "native")
@@ -245,7 +245,7 @@ def test_the_native_engine_needs_memory_for_the_call_whatever_the_bounds() -> No
 
 def test_an_export_takes_more_with_a_larger_table_and_more_roles() -> None:
     large = replace(OUTLINE, parameters=10**10)
-    # No part of it is in memory but the table of embeddings and a block.
+    # Of the model only the embedding table and one block are in memory.
     assert estimate_export_memory(large, "fp32", ROLES) == estimate_export_memory(OUTLINE, "fp32", ROLES)
     tabled = replace(OUTLINE, table_numbers=OUTLINE.table_numbers + 10**8)
     assert (

@@ -253,7 +253,7 @@ def test_dropped_gradients_are_computed_again_if_a_checkpoint_is_damaged(
             (folder / "adapter_model.safetensors").write_bytes(b"damaged")
         run.observer = Silent()
         assert _bits(run.go()) == expected
-        # They count as replayed steps, not as new ones.
+        # Steps that are computed again count as replayed steps, not as new ones.
         assert run.observer.measured == []
         assert (tmp_path / "run/journal.jsonl").read_bytes() == journal
 

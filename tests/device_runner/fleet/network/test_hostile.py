@@ -291,7 +291,7 @@ class TestStranger:
 
 
 def test_an_incomplete_head_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first request of a connection is slow, or one after another request."""
+    """Either the first request of a connection is slow, or a later one."""
     monkeypatch.setattr("device_runner.fleet.network.admission.SECONDS_TO_ASK", 1.0)
     with superlink(tmp_path / "server", "127.0.0.1", 0, None, most_bytes=0) as link:
         host, port = link.address.split(":")

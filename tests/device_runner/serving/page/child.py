@@ -2,7 +2,7 @@
 
     {"port": 0, "key": null, "feedback": null, "runs": null, "learns": false, "chats": true}
 
-It prints its address. An answer is a word every few milliseconds; `slow` ones take long, the words of `burst`
+It prints its address. An answer has a word every 50 milliseconds; `slow` ones take long, the words of `burst`
 come at once, `line` is a megabyte without a space, `hostile` is what a page might take for its own.
 """
 

@@ -148,7 +148,7 @@ def test_a_loss_that_compares_examples_is_computed_in_one_call() -> None:
         replace(
             long_choice(row, [row % 7, row % 5], [[1, row % 3], [2, 3, 4]], 0),
             liked=row % 2 == 0,
-            # The distance to the start is above 0, so that it counts.
+            # The distance to the start must be above 0 to have an effect.
             reference=(-2.0 - row / 10, -6.0 - row / 5),
         )
         for row in range(1, 7)

@@ -89,5 +89,5 @@ def test_the_prior_returns_the_consensus_of_its_texts() -> None:
     tokens = torch.tensor([[1, 2, 3], [1, 2, 4], [5, 2, 3], [6, 7, 8]])
     rows = Rows(tokens, torch.zeros(4, dtype=torch.long))
     assert prior.consensus(rows, torch.zeros(4)).tokens.tolist() == [[1, 2, 3]]
-    # Unless one of the texts is far more likely than the others.
+    # A text that is far more likely than the others wins against the consensus.
     assert prior.consensus(rows, torch.tensor([0.0, 0, 0, 9])).tokens.tolist() == [[6, 7, 8]]
