@@ -141,7 +141,7 @@ def test_an_evaluation_with_outputs_that_are_not_finite_is_an_error(
     assert not (tmp_path / "eval.json").exists()
 
 
-def run_elsewhere(*arguments: object, limit: int = resource.RLIM_INFINITY, code: int = 0) -> str:
+def run_in_child(*arguments: object, limit: int = resource.RLIM_INFINITY, code: int = 0) -> str:
     """Run `prge run` in its own process; a limit on file sizes simulates a full disk."""
     done = subprocess.run(
         [sys.executable, "-m", "prge.cli.main", "run", *map(str, arguments)],
@@ -158,7 +158,7 @@ def run_elsewhere(*arguments: object, limit: int = resource.RLIM_INFINITY, code:
 
 def test_a_full_disk_ends_a_run_with_a_message(run_arguments: list[object], tmp_path: Path) -> None:
     """A full disk keeps earlier progress, and the run can be resumed."""
-    assert "can't be written" in run_elsewhere(*run_arguments, "--steps", 100, limit=6000, code=2)
+    assert "can't be written" in run_in_child(*run_arguments, "--steps", 100, limit=6000, code=2)
     prge("run", "--resume", tmp_path / "run")
 
 
@@ -173,16 +173,16 @@ def test_a_disk_without_room_for_activation_checkpoints_ends_a_run(workshop: Pat
         "--out", tmp_path / "run", "--batch-size", 1024, "--steps", 2, "--learning-rate", 0.01,
     ]  # fmt: skip
     # The process of the tests needs more memory than one that runs a single verb.
-    least = run_elsewhere(*arguments, "--memory", 1, code=2)
+    least = run_in_child(*arguments, "--memory", 1, code=2)
     arguments += ["--memory", least.split("needs at least ")[1].split("\n")[0].replace(" ", "")]
-    run_elsewhere(*arguments)
+    run_in_child(*arguments)
     whole = (tmp_path / "run/final/adapter_model.safetensors").read_bytes()
     shutil.rmtree(tmp_path / "run")
     largest = max(path.stat().st_size for path in (workshop / "bundle/weights").iterdir())
-    output = run_elsewhere(*arguments, limit=largest, code=2)
+    output = run_in_child(*arguments, limit=largest, code=2)
     assert f"{tmp_path / 'run'} can't be written" in output
     assert b'"kind":"step"' not in (tmp_path / "run/journal.jsonl").read_bytes()
-    run_elsewhere("--resume", tmp_path / "run")
+    run_in_child("--resume", tmp_path / "run")
     assert (tmp_path / "run/final/adapter_model.safetensors").read_bytes() == whole
 
 

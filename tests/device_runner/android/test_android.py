@@ -196,7 +196,7 @@ def test_a_run_killed_three_times_ends_with_the_same_bits(
     assert status(daemon, phone, "killed")["state"] == "running"
     daemon.kill()
     before = steps(killed)
-    assert f"the device {SERIAL}" in lost(daemon, phone)
+    assert f"the device {SERIAL}" in lost_device_error(daemon, phone)
     wait_for_steps(killed, before + 5)
     os.kill(int((phone / "jobs" / "killed" / "pid").read_text()), signal.SIGKILL)
     daemon.start()
@@ -208,13 +208,13 @@ def test_a_run_killed_three_times_ends_with_the_same_bits(
     assert steps(killed) == 600
 
 
-def but(arguments: list[object], *flags: str) -> list[object]:
+def without_flags(arguments: list[object], *flags: str) -> list[object]:
     """Return arguments without some flags and their values."""
     dropped = {index + more for index, word in enumerate(arguments) if word in flags for more in (0, 1)}
     return [word for index, word in enumerate(arguments) if index not in dropped]
 
 
-def lost(daemon: Daemon, phone: Path) -> str:
+def lost_device_error(daemon: Daemon, phone: Path) -> str:
     """Return the error of a lost device, with the same text whether adb still lists the device or not."""
     error = daemon.prge("status", "--folder", phone, check=2).stderr
     return error.replace(f"There is no device {SERIAL}", f"the device {SERIAL}")
@@ -244,7 +244,7 @@ def test_rows_on_the_device_and_errors_of_the_driver(
 ) -> None:
     missing = daemon.prge(
         "run",
-        *but(run_arguments, "--train"),
+        *without_flags(run_arguments, "--train"),
         "--train",
         "/nowhere/rows.jsonl",
         "--data-on-device",
@@ -257,7 +257,7 @@ def test_rows_on_the_device_and_errors_of_the_driver(
     rows.write_bytes((DEMO / "train.jsonl").read_bytes())
     dev = tmp_path / "dev.jsonl"
     dev.write_bytes((DEMO / "dev.jsonl").read_bytes())
-    run_arguments = but(run_arguments, "--train", "--dev")
+    run_arguments = without_flags(run_arguments, "--train", "--dev")
     there = ["--train", rows, "--dev", dev, "--data-on-device", "--wait"]
     data = {path.name for path in (phone / "data").glob("*")}
     daemon.prge("run", *run_arguments, *there, "--out", "private")

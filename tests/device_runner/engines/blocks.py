@@ -84,7 +84,7 @@ def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def example(method: str, rows: int = MOST_ROWS, tokens: int = MOST_TOKENS, seed: int = 0) -> list[Array]:
+def make_inputs(method: str, rows: int = MOST_ROWS, tokens: int = MOST_TOKENS, seed: int = 0) -> list[Array]:
     """Return inputs of a method, by default of the largest shape."""
     random = np.random.default_rng([seed, rows, tokens])
     state = random.standard_normal((rows, tokens, WIDTH), np.float32)
@@ -93,7 +93,7 @@ def example(method: str, rows: int = MOST_ROWS, tokens: int = MOST_TOKENS, seed:
     return [state, mask if method == "score" else random.standard_normal(state.shape, np.float32), lora_b]
 
 
-def room(method: str, rows: int = MOST_ROWS, tokens: int = MOST_TOKENS) -> list[Array]:
+def make_outputs(method: str, rows: int = MOST_ROWS, tokens: int = MOST_TOKENS) -> list[Array]:
     """Allocate memory for a method's outputs."""
     shapes: dict[str, list[tuple[int, ...]]] = {
         "score": [(rows, tokens, WIDTH)],
@@ -108,7 +108,7 @@ def compute_outputs(programs: LoweredBlocks, blocks: list[dict[str, Any]]) -> li
     for shape in programs.shapes:
         for name in METHODS:
             for block, methods in enumerate(blocks):
-                inputs, outputs = example(name, *shape), room(name, *shape)
+                inputs, outputs = make_inputs(name, *shape), make_outputs(name, *shape)
                 assert methods[name].run(inputs, outputs) == [output.shape for output in outputs]
                 programs.assert_right(block, name, inputs, outputs)
                 result += [output.tobytes() for output in outputs]
@@ -169,7 +169,7 @@ def _lower(block: dict[str, nn.Module], dynamic: bool) -> Any:
     exported = {
         method: export(
             module,
-            tuple(map(torch.from_numpy, example(method))),
+            tuple(map(torch.from_numpy, make_inputs(method))),
             dynamic_shapes=shapes[method] if dynamic else None,
             strict=True,
         )

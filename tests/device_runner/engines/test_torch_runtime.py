@@ -13,7 +13,13 @@ from device_runner.engines.child_check import check_in_child
 from device_runner.engines.native import runtime as native_runtime
 from prge.errors import BundleError
 from tests.compilers import needs_compiler
-from tests.device_runner.engines.blocks import METHODS, LoweredBlocks, compute_outputs, example, room
+from tests.device_runner.engines.blocks import (
+    METHODS,
+    LoweredBlocks,
+    compute_outputs,
+    make_inputs,
+    make_outputs,
+)
 from tests.refusals import raises
 
 
@@ -41,7 +47,7 @@ def test_both_blocks_compute_correctly_and_like_the_native_engine(lowered: Lower
 def test_read_only_inputs_are_accepted(lowered: LoweredBlocks) -> None:
     program = torch_runtime.Program(lowered.program)
     method = program.load("score", weights=torch_runtime.WeightsFile(lowered.weights[0]))
-    inputs, outputs = example("score", 2, 3), room("score", 2, 3)
+    inputs, outputs = make_inputs("score", 2, 3), make_outputs("score", 2, 3)
     inputs[0].flags.writeable = False
     method.run(inputs, outputs)
     lowered.assert_right(0, "score", inputs, outputs)
@@ -56,7 +62,7 @@ def test_weights_that_are_damaged_foreign_or_missing_give_an_error(
 
     def attempt() -> None:
         method = torch_runtime.Program(lowered.program).load("score", weights=torch_runtime.WeightsFile(path))
-        method.run(example("score"), room("score"))
+        method.run(make_inputs("score"), make_outputs("score"))
 
     for changed in (b"", content[:100], content[: len(content) // 2], other, bytes(len(content)), None):
         path.unlink(missing_ok=True)

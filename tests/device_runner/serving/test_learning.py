@@ -45,7 +45,7 @@ WORDS = ["good", "bad", "great", "terrible", "film", "dog", "cat", "town"]
 EVERY = 4
 
 
-class Later:
+class LaterClock:
     """A clock that is past every timeout."""
 
     process_time = staticmethod(time.process_time)
@@ -67,7 +67,7 @@ def feedback(path: Path, count: int, correction: str = " Yes", start: int = 0) -
     append_feedback(path, rows)
 
 
-class Here(RoundProcess):
+class RoundInThisProcess(RoundProcess):
     """Stands in for the process of a round: runs the round in this process when polled."""
 
     cpu_seconds: Any = 0.0
@@ -97,7 +97,7 @@ class Workspace:
     flags: LearnFlags
     served: list[Adapter] = field(default_factory=list)
     messages: list[str] = field(default_factory=list)
-    processes: list[Here] = field(default_factory=list)
+    processes: list[RoundInThisProcess] = field(default_factory=list)
 
     @property
     def learn(self) -> Path:
@@ -121,8 +121,8 @@ class Workspace:
             storage=ThreadPoolExecutor(1),
         )
 
-    def begin(self, round: Round) -> Here:
-        self.processes.append(Here(round, self.messages.append))
+    def begin(self, round: Round) -> RoundInThisProcess:
+        self.processes.append(RoundInThisProcess(round, self.messages.append))
         return self.processes[-1]
 
     def learnt(self, **flags: Any) -> list[dict[str, Any]]:
@@ -320,12 +320,12 @@ def test_a_folder_keeps_its_first_date(workspace: Workspace, monkeypatch: pytest
     """Chat templates write the date into rows, which are read again whenever the server starts."""
     workspace.open().close()
 
-    class Later(date):
+    class LaterDate(date):
         @classmethod
-        def today(cls) -> Later:
+        def today(cls) -> LaterDate:
             return cls.fromisoformat("2027-01-02")
 
-    monkeypatch.setattr("prge.training.settings.date", Later)
+    monkeypatch.setattr("prge.training.settings.date", LaterDate)
     feedback(workspace.learn / FEEDBACK, EVERY)
     workspace.learnt()
     learnt = workspace.processes[0].round.settings.date
@@ -609,7 +609,7 @@ def test_an_unreadable_file_only_stops_learning(
     (workspace.learn / FEEDBACK).rmdir()
     feedback(workspace.learn / FEEDBACK, EVERY)
     assert not learning.work()  # not yet
-    monkeypatch.setattr(module, "time", Later)
+    monkeypatch.setattr(module, "time", LaterClock)
     take_round(learning)
     assert learning.history()[-1]["status"] == "served"
 

@@ -14,7 +14,7 @@ from prge.system.interrupts import ignore_interrupts, single_interrupt
 
 
 @pytest.fixture(autouse=True)
-def heard() -> Iterator[None]:
+def default_handler() -> Iterator[None]:
     """Install the default handler, since a process in a shell's background ignores Ctrl-C."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
@@ -56,14 +56,14 @@ def test_an_ignored_ctrl_c_stays_ignored() -> None:
 def test_the_command_line_reports_an_interrupt(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def impatient(_: object) -> int:
+    def interrupt_twice(_: object) -> int:
         try:
             interrupt()
         finally:
             interrupt()
         return 0
 
-    monkeypatch.setattr("device_runner.doctor.main", impatient)
+    monkeypatch.setattr("device_runner.doctor.main", interrupt_twice)
     assert main(["doctor"]) == INTERRUPTED
     assert capsys.readouterr().err == "prge doctor: interrupted\n"
 

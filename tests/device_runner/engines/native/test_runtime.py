@@ -36,8 +36,8 @@ from tests.device_runner.engines.blocks import (
     WIDTH,
     LoweredBlocks,
     compute_outputs,
-    example,
-    room,
+    make_inputs,
+    make_outputs,
 )
 from tests.refusals import raises
 
@@ -198,7 +198,7 @@ def test_packed_weights_are_mapped_by_several_processes_at_once(
 def test_outputs_are_filled_from_their_beginning_however_large_they_are(dynamic: LoweredBlocks) -> None:
     """The engine writes directly into memory for the largest output; otherwise the output is copied."""
     method = loaded(dynamic)[0]["score"]
-    inputs = example("score", 2, 5)
+    inputs = make_inputs("score", 2, 5)
     large = np.full(MOST_ROWS * MOST_TOKENS * WIDTH, np.nan, np.float32)
     small = np.full(2 * 5 * WIDTH, np.nan, np.float32)
     assert method.run(inputs, [large]) == method.run(inputs, [small]) == [(2, 5, WIDTH)]
@@ -208,7 +208,7 @@ def test_outputs_are_filled_from_their_beginning_however_large_they_are(dynamic:
 
 def test_read_only_inputs_are_accepted_and_read_only_outputs_refused(dynamic: LoweredBlocks) -> None:
     method = loaded(dynamic)[0]["score"]
-    inputs, outputs = example("score", 2, 3), room("score", 2, 3)
+    inputs, outputs = make_inputs("score", 2, 3), make_outputs("score", 2, 3)
     inputs[0].flags.writeable = False
     method.run(inputs, outputs)
     dynamic.assert_right(0, "score", inputs, outputs)
@@ -219,8 +219,8 @@ def test_read_only_inputs_are_accepted_and_read_only_outputs_refused(dynamic: Lo
 
 def test_a_block_reads_the_hidden_states_of_the_previous_block(dynamic: LoweredBlocks) -> None:
     first, second = (methods["score"] for methods in loaded(dynamic, arena_for(dynamic)))
-    state, mask, lora_b = example("score", 3, 4)
-    between, last = room("score", 3, 4)[0], room("score", 3, 4)[0]
+    state, mask, lora_b = make_inputs("score", 3, 4)
+    between, last = make_outputs("score", 3, 4)[0], make_outputs("score", 3, 4)[0]
     first.run([state, mask, lora_b], [between])
     second.run([between, mask, lora_b], [last])
     want = dynamic.expected(
@@ -231,7 +231,7 @@ def test_a_block_reads_the_hidden_states_of_the_previous_block(dynamic: LoweredB
 
 def test_a_sequence_of_calls_reads_the_current_arrays(dynamic: LoweredBlocks) -> None:
     blocks = loaded(dynamic, arena_for(dynamic))
-    inputs, outputs = example("score", 2, 5), [room("score", 2, 5) for _ in blocks]
+    inputs, outputs = make_inputs("score", 2, 5), [make_outputs("score", 2, 5) for _ in blocks]
     lora = inputs[1:]
     sources = [inputs[0], outputs[0][0]]
     compute = bind_calls(
@@ -242,7 +242,7 @@ def test_a_sequence_of_calls_reads_the_current_arrays(dynamic: LoweredBlocks) ->
     )
     expected = []
     for state in (inputs[0].copy(), 2 * inputs[0]):
-        one, two = room("score", 2, 5), room("score", 2, 5)
+        one, two = make_outputs("score", 2, 5), make_outputs("score", 2, 5)
         blocks[0]["score"].run([state, *lora], one)
         blocks[1]["score"].run([one[0], *lora], two)
         expected.append(two[0].tobytes())
@@ -257,7 +257,7 @@ def test_a_sequence_of_calls_reads_the_current_arrays(dynamic: LoweredBlocks) ->
 def test_a_sequence_of_calls_with_an_array_that_does_not_fit_is_refused(dynamic: LoweredBlocks) -> None:
     method = loaded(dynamic)[0]["score"]
     with pytest.raises(EngineRefusalError):
-        bind_calls([(method, [], room("score", 2, 5))])
+        bind_calls([(method, [], make_outputs("score", 2, 5))])
 
 
 def test_memory_that_no_call_touches_is_not_taken(dynamic: LoweredBlocks) -> None:
@@ -293,20 +293,20 @@ def test_arrays_that_dont_fit_are_refused_and_the_method_stays_usable(
 ) -> None:
     blocks = loaded(dynamic)
     with pytest.raises(EngineRefusalError, match=message):
-        blocks[0]["score"].run(*change(example("score"), room("score")))
+        blocks[0]["score"].run(*change(make_inputs("score"), make_outputs("score")))
     compute_outputs(dynamic, blocks)
 
 
 def test_sizes_beyond_the_bound_are_refused(dynamic: LoweredBlocks) -> None:
     """One axis is too large, even if the total number of elements isn't."""
     blocks = loaded(dynamic)
-    state, mask, lora_b = example("score", MOST_ROWS + 1, 2)
+    state, mask, lora_b = make_inputs("score", MOST_ROWS + 1, 2)
     for given in (state, np.empty((0, 2, WIDTH), np.float32)):
         with pytest.raises(EngineRefusalError) as caught:
-            blocks[0]["score"].run([given, mask, lora_b], room("score"))
+            blocks[0]["score"].run([given, mask, lora_b], make_outputs("score"))
         assert f"input 0 has size {len(given)} in axis 0, must be in 1 to {MOST_ROWS}" in caught.value.log
     with pytest.raises(EngineRefusalError) as caught:
-        blocks[0]["score"].run(example("score", 2, 3), [np.empty((2, 2, WIDTH), np.float32)])
+        blocks[0]["score"].run(make_inputs("score", 2, 3), [np.empty((2, 2, WIDTH), np.float32)])
     assert "output 0 takes 768 bytes, there is room for 512" in caught.value.log
     compute_outputs(dynamic, blocks)
 

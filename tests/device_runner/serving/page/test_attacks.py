@@ -99,7 +99,7 @@ Promise.all(tried).then(found => setTimeout(() => document.title = "tried " + fo
 
 
 @contextmanager
-def elsewhere(text: str) -> Iterator[int]:
+def foreign_server(text: str) -> Iterator[int]:
     """Yield a foreign web server with one page."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -126,7 +126,7 @@ def test_a_foreign_page_stops_no_run_and_reads_nothing(
     """The server accepts pages from 127.0.0.1 at another port as local, but not from `evil.localhost`."""
     errors = ("CORS", "blocked", "Content Security", "frame", "400", "403", "415", "429")
     with running_process(tmp_path / "run") as process, served(runs=tmp_path) as server:
-        with elsewhere(EVIL.format(url=server.url)) as port:
+        with foreign_server(EVIL.format(url=server.url)) as port:
             page = visit(f"http://{host}:{port}/", expected=errors)
             page.wait_for_function("() => document.title.startsWith('tried')")
             cors, plain_json, plain, read, unread = page.title().split()[1:]

@@ -229,14 +229,14 @@ def test_a_long_conversation_gets_the_memory_that_it_needs() -> None:
 
 
 @dataclass
-class Took:
+class CpuTime:
     seconds: float = 0.0
 
 
 @contextmanager
-def measured_children() -> Iterator[Took]:
+def measured_children() -> Iterator[CpuTime]:
     """Measure the CPU seconds of children that end in the block."""
-    took, before = Took(), sum(os.times()[2:4])
+    took, before = CpuTime(), sum(os.times()[2:4])
     try:
         yield took
     finally:
