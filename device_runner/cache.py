@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from device_runner.engines.packed_files import cache_files, folder_bytes, remove_files
 from prge.cli.settings import parse_settings
@@ -18,6 +19,8 @@ class CacheSettings:
 
     The next run or export creates missing files again.
     """
+
+    EXAMPLE: ClassVar = "--clear"
 
     clear: bool = False
     """Remove its files. A process that uses a file keeps it until it ends."""

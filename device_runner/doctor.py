@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from device_runner.requirements import Check
 from prge.cli.settings import parse_settings
@@ -51,6 +51,8 @@ print(json.dumps({"backends": list(names), "threads": _C._threadpool_get_thread_
 @dataclass(frozen=True)
 class DoctorSettings:
     """Check what this machine has and what is missing."""
+
+    EXAMPLE: ClassVar = ""
 
     json: bool = False
     """Print one JSON object instead of text."""

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from device_runner.session.plan import DEFAULT_BATCH
 from prge.cli.inputs import ModelInput
@@ -43,6 +43,8 @@ _TOKENS = 64
 @dataclass(frozen=True)
 class InspectSettings:
     """What to inspect."""
+
+    EXAMPLE: ClassVar = "bundle"
 
     bundle: ModelInput
     """Folder that `prge export` wrote."""
@@ -188,7 +190,7 @@ def _report_lines(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _chain_lines(report: Mapping[str, Any]) -> Iterator[str]:
-    chain = Chain.from_json(report["chain"])
+    chain = read_chain(Path(report["folder"]), report)
     facts: dict[str, Any] = {
         "blocks": f"{len(chain.blocks)} of {len(chain.programs)} types, the lowest adapted block is "
         f"{chain.lowest_adapted}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
@@ -24,6 +25,8 @@ from prge.training.checkpoint import write_result
 @dataclass(frozen=True)
 class ReplaySettings:
     """Compute a run's adapter again from its journal alone, and compare it with the run's result."""
+
+    EXAMPLE: ClassVar = "run --out replayed"
 
     run: InputFolder
     """Run folder."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from prge.cli.inputs import InputFolder
 from prge.cli.outputs import OutputFile, OutputFolder
@@ -20,6 +21,8 @@ class ReportSettings:
 
     Or send their metrics to TensorBoard or Weights & Biases.
     """
+
+    EXAMPLE: ClassVar = "run --out report.html"
 
     runs: tuple[InputFolder, ...]
     """Run folders of `prge run`, `prge tune` or `prge baseline`: finished, running or killed."""

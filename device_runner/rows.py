@@ -23,6 +23,8 @@ _LONGEST = 300
 class ShowSettings:
     """Print the rows of a jsonl file in readable form, each with its number."""
 
+    EXAMPLE: ClassVar = "feedback.jsonl --match Berlin"
+
     file: InputFile
     """jsonl file of feedback or other rows."""
     match: str | None = None
@@ -33,6 +35,7 @@ class ShowSettings:
 class ForgetSettings:
     """Remove rows from a jsonl file; an adapter that was trained on them stays as it is."""
 
+    EXAMPLE: ClassVar = "feedback.jsonl --row 3"
     ONE_OF: ClassVar = (("match", "row"),)
 
     file: OutputFile

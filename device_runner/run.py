@@ -179,7 +179,7 @@ def _open(plan: RunPlan, inputs: RunInputs, journal: Journal, budget: Budget | N
         folder=settings.out,
         journal=journal,
         template=inputs.bundle.adapter,
-        checkpoint_every=settings.checkpoint_every,
+        save_steps=settings.save_steps,
         keep_gradients=settings.keep_gradients,
     )
     config = settings_to_yaml(replace(settings.resolved(), change_estimator=False))

@@ -7,6 +7,7 @@ import sys
 import webbrowser
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from device_runner.serving.listen_settings import ListenFlags, read_api_keys, refuse_api_key_flag
 from prge.cli.bounds import bound_problems
@@ -22,6 +23,8 @@ class WatchSettings(ListenFlags):
 
     A run continues without the page. `prge serve --runs FOLDER` has the same page next to a model.
     """
+
+    EXAMPLE: ClassVar = "run"
 
     runs: InputFolder
     """A run, a tuning, or a folder that contains runs."""

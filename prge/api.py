@@ -76,7 +76,7 @@ class Model:
     def __init__(self, bundle: Bundle, adapter: str | None, engine: dict[str, Any]) -> None:
         self._generation = importlib.import_module("device_runner.session.generation")
         flags = settings_from_mapping(self._generation.GenerationFlags, engine, "load()", "prge generate")
-        tokenizer = importlib.import_module("prge.data.tokenization.tokenizer").bundle_tokenizer(bundle)
+        tokenizer = importlib.import_module("prge.data.tokenization.tokenizer").load_bundle_tokenizer(bundle)
         self._prompts: Prompts = importlib.import_module("prge.generation.prompts").Prompts(tokenizer)
         # The chat template runs in a child process, which has to be forked before an engine is loaded.
         _ = self._prompts.chat

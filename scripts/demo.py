@@ -34,16 +34,14 @@ EXPORT = "--target-modules o_proj down_proj --init random --roles forward jvp ba
 # These use the bundle of `prge tune`, whose own run has exact gradients.
 METHODS = {"p-rge": "antithetic", "tangent": "tangent"}
 FORWARD = """--queries 8 --batch-size 2 --steps 200 --learning-rate 0.03
-    --schedule cosine --evaluate-every 100""".split()
+    --lr-scheduler-type cosine --eval-steps 100""".split()
 # Candidates are only compared. To write the right one, the model trains on it as text, including its end.
-WRITING = """--estimator exact --steps 300 --learning-rate 0.01 --evaluate-every 0 --sample-every 0
-    --batch-size 4 --optimizer adam --schedule cosine""".split()
+WRITING = """--estimator exact --steps 300 --learning-rate 0.01 --eval-steps 0 --sample-every 0
+    --batch-size 4 --optimizer adam --lr-scheduler-type cosine""".split()
 # A user with other preferences corrects some answers; other texts are asked before and after.
 BETTER = {"terrible": "awful", "great": "lovely"}
 CORRECTED, COMPARED = 40, 100
-CORRECTING = (
-    """--estimator exact --epochs 20 --learning-rate 0.01 --evaluate-every 0 --batch-size 4""".split()
-)
+CORRECTING = """--estimator exact --epochs 20 --learning-rate 0.01 --eval-steps 0 --batch-size 4""".split()
 _STEPS_BEFORE_THE_KILL = 40
 
 
@@ -116,7 +114,7 @@ def _figures(run: Path, score: dict[str, Any]) -> dict[str, Any]:
     return {
         "accuracy": score["accuracy"],
         "peak_mb": (train["memory"]["peak_bytes"] or 0) / 1e6,
-        **{name: train[name] for name in ("rows", "seconds", "steps")},
+        **{name: train[name] for name in ("forward_passes", "seconds", "steps")},
     }
 
 
@@ -179,7 +177,7 @@ def run_and_kill(run: Path, *arguments: object, output: TextIO = sys.stdout) -> 
     journal = run / "journal.jsonl"
     with started(*arguments, stdout=output) as process:
         while process.poll() is None:
-            if journal.is_file() and journal.read_bytes().count(b'"kind":"step"') >= _STEPS_BEFORE_THE_KILL:
+            if journal.is_file() and journal.read_bytes().count(b'"type":"step"') >= _STEPS_BEFORE_THE_KILL:
                 process.kill()
                 break
             time.sleep(0.02)

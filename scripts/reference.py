@@ -57,7 +57,7 @@ def verb_helps(verbs: Sequence[str] = ()) -> Iterator[VerbHelp]:
     ) -> None:
         helps.append(VerbHelp(prog, settings, types, positional))
 
-    def show_verbs(prog: str, verbs: Mapping[str, str], about: str) -> None:
+    def show_verbs(prog: str, verbs: Mapping[str, str], about: str, groups: Mapping[str, str]) -> None:
         names.extend(verbs)
 
     with (
@@ -90,6 +90,7 @@ def _verb(help_of: VerbHelp, documented: Mapping[type[Any], str]) -> Iterator[st
     yield f"### {help_of.prog}"
     yield f"`{' '.join([help_of.prog, *verbs, '[flags]'])}`"
     yield _text(_first_paragraph(help_of.settings))
+    yield f"Example: `{f'{help_of.prog} {help_of.settings.EXAMPLE}'.rstrip()}`"
     # Flags of a verb that runs another verb elsewhere are documented with the latter.
     others = [part for part in getattr(help_of.settings, "PARTS", ()) if part in documented]
     shared = {item.name for part in others for item in fields(part)}

@@ -95,7 +95,7 @@ def _run(config: EstimateConfig, estimated: Estimate) -> dict[str, Any]:
     memories = {engine: _memory(config, estimated, step, engine).to_json() for engine in RUNTIME_BYTES}
     return {
         "estimator": estimator,
-        "step": {"rows": passes * step.sequences, "tokens": step.tokens},
+        "step": {"forward_passes": passes * step.sequences, "tokens": step.tokens},
         "epoch": {"rows": rows, "steps": len(steps)} if rows else None,
         "run_memory": memories,
     }
@@ -186,7 +186,8 @@ def _text(config: EstimateConfig, report: dict[str, Any]) -> Iterator[str]:
 
 def _run_text(report: dict[str, Any]) -> Iterator[str]:
     step, epoch = report["step"], report["epoch"]
-    yield f"step     {report['estimator']}, {step['rows']} forward passes of {step['tokens']} tokens"
+    passes = f"{step['forward_passes']} forward passes of {step['tokens']} tokens"
+    yield f"step     {report['estimator']}, {passes}"
     if epoch:
         yield f"epoch    {epoch['rows']} rows in {epoch['steps']} steps"
     memories = report["run_memory"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from prge.cli.bounds import bound_problems
 from prge.cli.field_types import Bytes
@@ -51,6 +51,8 @@ def roles_problems(roles: Collection[str]) -> list[str]:
 class ExportConfig:
     """Export a transformers model as a bundle that can be fine-tuned on a device."""
 
+    EXAMPLE: ClassVar = "--model HuggingFaceTB/SmolLM2-135M-Instruct --out bundle"
+
     model: str
     """The model to export: the folder or Hub id of a transformers causal language model or encoder, or a GGUF
     file. `random:NAME` exports a public architecture with random weights, for benchmarks."""
@@ -77,10 +79,10 @@ class ExportConfig:
     rank: int = 8
     """The rank of the adapter."""
 
-    alpha: float = 16.0
+    lora_alpha: float = 16.0
     """LoRA alpha. The adapter's output is scaled by alpha / rank."""
 
-    rs_lora: bool = False
+    use_rslora: bool = False
     """Whether to scale the adapter's output by alpha / sqrt(rank) instead of alpha / rank (rsLoRA), which
     helps adapters of high rank."""
 
@@ -179,7 +181,7 @@ class ExportConfig:
     def __post_init__(self) -> None:
         problems = bound_problems(self)
         if self.start_adapter is not None:
-            from_adapter = {"adapt_layers": None, "init": "random", "rs_lora": False}
+            from_adapter = {"adapt_layers": None, "init": "random", "use_rslora": False}
             problems += [
                 f"{name} is {getattr(self, name)}, but start_adapter is set and already determines it"
                 for name, value in from_adapter.items()
@@ -222,6 +224,8 @@ class ExportConfig:
 @dataclass(frozen=True)
 class EstimateConfig(ExportConfig, ExampleFlags):
     """Estimate the cost of an export and of its runs; takes the flags of `prge export`."""
+
+    EXAMPLE: ClassVar = "--model HuggingFaceTB/SmolLM2-135M-Instruct --memory 400MB"
 
     out: Path = Path("bundle")
     """Ignored; accepted so that you can pass the settings of an export unchanged."""

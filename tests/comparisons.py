@@ -28,11 +28,11 @@ def make_run(seed: int, decay: float, step_seconds: float, rows: int, **changes:
     for step in range(0, 41, 10):
         loss = 0.2 + 0.8 * decay ** (step / 10) + 0.01 * seed
         seconds = step * step_seconds
-        points.append({"step": step, "rows": step * rows, "seconds": seconds, "loss": loss})
+        points.append({"step": step, "forward_passes": step * rows, "seconds": seconds, "loss": loss})
     return {
         "seed": seed,
         "steps": 40,
-        "rows": 40 * rows,
+        "forward_passes": 40 * rows,
         "tokens_per_second": rows * 20 / step_seconds,
         "peak_bytes": 90_000_000 + seed,
         "own_idle_bytes": None,
@@ -140,18 +140,26 @@ def write_run(folder: Path, steps: int, status: str, rate: float = 0.01, baselin
     (folder / "config.yaml").write_text("steps: 1\n")
     floor = 0.1 + abs(rate - 0.03)
     records: list[dict[str, Any]] = [
-        {"event": "evaluation", "step": 0, "loss": 0.7, "accuracy": 0.5, "rows": 0, "seconds": 1.0}
+        {"event": "evaluation", "step": 0, "loss": 0.7, "accuracy": 0.5, "forward_passes": 0, "seconds": 1.0}
     ]
     for step in range(1, steps + 1):
         seconds = 1.0 + 0.1 * step
-        records.append({"event": "step", "step": step, "loss": 0.5, "rows": 10 * step, "seconds": seconds})
+        records.append(
+            {"event": "step", "step": step, "loss": 0.5, "forward_passes": 10 * step, "seconds": seconds}
+        )
     records.append(
-        {**records[0], "step": steps, "loss": floor, "rows": 10 * steps, "seconds": 2.0 + 0.1 * steps}
+        {
+            **records[0],
+            "step": steps,
+            "loss": floor,
+            "forward_passes": 10 * steps,
+            "seconds": 2.0 + 0.1 * steps,
+        }
     )
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     train: dict[str, Any] = {
         "steps": steps,
-        "rows": 10 * steps,
+        "forward_passes": 10 * steps,
         "training_rows": 50,
         "training_tokens": 1000,
         "seconds": 2.0 + 0.1 * steps,

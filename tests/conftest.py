@@ -118,7 +118,7 @@ def chunked_bundle(workshop: Path, made_once: FolderBuilder) -> Path:
 @pytest.fixture(scope="session")
 def lora_bundle(workshop: Path, made_once: FolderBuilder) -> Path:
     """Return the workshop's model with LoRA, both matrices of which are trained."""
-    arguments = ["--adapter", "lora", "--rs-lora"]
+    arguments = ["--adapter", "lora", "--use-rslora"]
     return made_once("lora", lambda folder: export(workshop / "model", folder / "lora", *arguments)) / "lora"
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from prge import __version__
-from prge.cli.main import VERBS, Verb, main
+from prge.cli.main import VERB_GROUPS, VERBS, Verb, main
 from prge.errors import RunError
 from prge.system.packages import install_extra_command
 from tests.bundles import PROGRAM, make_bundle
@@ -48,6 +48,14 @@ def test_help_lists_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
         assert main(arguments) == 0
         text = capsys.readouterr().out
         assert all(f"\n  {name} " in text and verb.help in text for name, verb in VERBS.items())
+
+
+def test_verbs_are_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    groups = capsys.readouterr().out.split("\n\n")[2:-1]
+    assert [text.partition(":\n")[0] for text in groups] == [*VERB_GROUPS]
+    listed = [[line.split()[0] for line in text.splitlines()[1:]] for text in groups]
+    assert listed == [[*verbs] for verbs in VERB_GROUPS.values()]
 
 
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,7 +54,7 @@ def verbs() -> tuple[Verb, ...]:
     ) -> None:
         result.append(Verb(prog, settings_type, field_types))
 
-    def keep_verbs(prog: str, helps: Mapping[str, str], about: str) -> None:
+    def keep_verbs(prog: str, helps: Mapping[str, str], about: str, groups: Mapping[str, str]) -> None:
         below.extend(helps)
 
     with (
@@ -93,7 +93,7 @@ def test_every_path_setting_is_an_input_or_an_output() -> None:
 
 
 # Stored text settings that don't name a path.
-WORDS = {"columns", "estimator", "evaluate_at", "host", "on", "quantize", "roles", "target_modules", "when"}
+WORDS = {"columns", "estimator", "eval_at", "host", "on", "quantize", "roles", "target_modules", "when"}
 WORDS |= {"adapt_layers", "date", "name", "server"}
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from device_runner.android.adb import quote
 from device_runner.android.bundles import BenchModel, make_bundles
@@ -31,6 +31,8 @@ MEASURED, FAILED = "measured", "failed"
 @dataclass(frozen=True)
 class BenchSettings(PhoneFlags):
     """Benchmark a phone: seconds, memory, temperature and energy of training steps and of generation."""
+
+    EXAMPLE: ClassVar = "smollm2-135m --json phone.json"
 
     only: tuple[str, ...] = ()
     """Trials to run; default: all. docs/phones.md lists their names."""

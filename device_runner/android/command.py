@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from device_runner.android.adb import quote
 from device_runner.android.bench import BenchSettings, bench
@@ -39,6 +39,8 @@ Settings = TypeVar("Settings", bound=PhoneFlags)
 class AndroidDoctorSettings(PhoneFlags):
     """Check whether a phone can train."""
 
+    EXAMPLE: ClassVar = ""
+
     json: bool = False
     """Print one JSON object instead of text."""
 
@@ -50,6 +52,8 @@ class PushSettings(PhoneFlags):
     Files that the phone already has, by their hashes, are not sent again.
     """
 
+    EXAMPLE: ClassVar = "runtime bundle rows.jsonl"
+
     paths: tuple[InputPath, ...]
     """Runtimes, bundles, folders of `prge tune`, and files of rows."""
     check: bool = False
@@ -59,6 +63,8 @@ class PushSettings(PhoneFlags):
 @dataclass(frozen=True)
 class AndroidStatusSettings(PhoneFlags):
     """Print the status of runs."""
+
+    EXAMPLE: ClassVar = "run --wait"
 
     names: tuple[str, ...] = ()
     """Names of the runs; default: all."""
@@ -80,6 +86,8 @@ class NamedSettings(PhoneFlags):
 class LogsSettings(NamedSettings):
     """Print the log of a run. The log shows a training row."""
 
+    EXAMPLE: ClassVar = "run --lines 100"
+
     lines: int = 40
     """Number of lines from the end of the log."""
     console: bool = False
@@ -89,6 +97,8 @@ class LogsSettings(NamedSettings):
 @dataclass(frozen=True)
 class PullSettings(NamedSettings):
     """Copy a run folder to this computer: adapter, checkpoints, journal, metrics."""
+
+    EXAMPLE: ClassVar = "run --out run"
 
     out: OutputFolder | None = None
     """Folder to create, or an older copy of the run to replace; default: the name of the run."""
@@ -102,6 +112,8 @@ class PullSettings(NamedSettings):
 class StopSettings(NamedSettings):
     """Stop a run after its current step. You can resume the run later."""
 
+    EXAMPLE: ClassVar = "run"
+
     now: bool = False
     """Kill the run at once. You can still resume it later."""
     seconds: float = 120.0
@@ -111,6 +123,8 @@ class StopSettings(NamedSettings):
 @dataclass(frozen=True)
 class CleanSettings(PhoneFlags):
     """Remove files of prge from the phone."""
+
+    EXAMPLE: ClassVar = "run"
 
     names: tuple[str, ...] = ()
     """Names of the runs to remove."""
@@ -254,14 +268,44 @@ def _check_exists(phone: Phone, name: str) -> None:
 
 
 REMOTE = {
-    "run": RemoteVerb("run", RunSettings, "start or resume a run on a phone", JobFlags, resume),
-    "eval": RemoteVerb("eval", EvaluateSettings, "score an adapter on rows, on a phone"),
-    "generate": RemoteVerb("generate", GenerateSettings, "generate text with a model, on a phone"),
-    "chat": RemoteVerb("chat", ChatSettings, "chat with a model, on a phone", reads=True),
-    "serve": RemoteVerb(
-        "serve", ServeSettings, "start a server on a phone, or reconnect to one", ServeFlags, reconnect
+    "run": RemoteVerb(
+        "run",
+        RunSettings,
+        "start or resume a run on a phone",
+        "--bundle bundle --train rows.jsonl --out run",
+        JobFlags,
+        resume,
     ),
-    "join": RemoteVerb("fleet join", JoinSettings, "let a phone join a fleet", JoinFlags),
+    "eval": RemoteVerb(
+        "eval",
+        EvaluateSettings,
+        "score an adapter on rows, on a phone",
+        "bundle --data test.jsonl --adapter run",
+    ),
+    "generate": RemoteVerb(
+        "generate",
+        GenerateSettings,
+        "generate text with a model, on a phone",
+        'bundle --adapter run --prompt "Once upon a time"',
+    ),
+    "chat": RemoteVerb(
+        "chat", ChatSettings, "chat with a model, on a phone", "bundle --adapter run", reads=True
+    ),
+    "serve": RemoteVerb(
+        "serve",
+        ServeSettings,
+        "start a server on a phone, or reconnect to one",
+        "bundle --open",
+        ServeFlags,
+        reconnect,
+    ),
+    "join": RemoteVerb(
+        "fleet join",
+        JoinSettings,
+        "let a phone join a fleet",
+        "--server 192.168.1.10:9092 --keys phone --bundle bundle --train rows.jsonl",
+        JoinFlags,
+    ),
 }
 
 

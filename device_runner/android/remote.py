@@ -74,6 +74,7 @@ class RemoteVerb:
         words: name of the verb.
         settings: settings class of the verb.
         help: what the verb does on a phone, for the list of verbs.
+        example: the words after the verb in the example of a command that help begins with.
         flags: further flags; by default, the verb runs on the phone in this terminal.
         resume: function that runs the verb if its arguments have --resume.
         reads: whether the verb reads standard input.
@@ -82,6 +83,7 @@ class RemoteVerb:
     words: str
     settings: type[Any]
     help: str
+    example: str
     flags: type[RemoteFlags] = RemoteFlags
     resume: Callable[[list[str]], int] | None = None
     reads: bool = False
@@ -95,7 +97,7 @@ class RemoteVerb:
         if Input.ADAPTER in inputs:
             stands_for = "an adapter, or for a bundle with it" if self.accepts_runs else "an adapter"
             about += f" The name of a run on the phone stands for {stands_for}."
-        return combine_settings(about, self.flags, self.settings, without=without)
+        return combine_settings(about, self.flags, self.settings, without=without, example=self.example)
 
     @property
     def accepts_runs(self) -> bool:

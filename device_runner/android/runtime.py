@@ -20,6 +20,7 @@ import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import ClassVar
 
 from device_runner.android.packages import (
     DEBIAN,
@@ -72,6 +73,8 @@ _DRIVER_LEFT_OUT = ("android", "__pycache__")
 @dataclass(frozen=True)
 class BundleSettings:
     """Build the folder that a phone needs to run the driver."""
+
+    EXAMPLE: ClassVar = "runtime"
 
     out: OutputFolder
     """Folder to create."""

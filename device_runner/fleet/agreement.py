@@ -9,20 +9,21 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from device_runner.session.settings import RunSettings
-from prge.cli.bounds import bound_problems
+from prge.cli.bounds import bound_problems, flag
 from prge.cli.field_types import Paths
+from prge.cli.hints import current_name
 from prge.cli.settings import settings_from_mapping
 from prge.data.forms.task import Task
 from prge.errors import ConfigError
-from prge.formats.documents import parse_json
+from prge.formats.documents import mapping, parse_json
 from prge.objectives.examples import LossNormalisation
 from prge.training.estimators.table import ESTIMATORS, EstimatorName, estimators_with_setting
 from prge.training.optimizers import OptimizerName, ScheduleName
@@ -32,7 +33,7 @@ from prge.training.settings import LearningRateFlags, OptimizerFlags
 MOST_AGREEMENT_BYTES = 1 << 16
 HASH_BYTES = 16
 # Within these bounds, grid values fit 64-bit integers and their products fit float32.
-_WITH_NOISE = {"noise": (1e-3, 1e6), "clip": (1e-6, 1e6)}
+_WITH_NOISE = {"noise": (1e-3, 1e6), "max_grad_norm": (1e-6, 1e6)}
 
 
 class FleetRecipe(Recipe):
@@ -69,7 +70,7 @@ class Plan(OptimizerFlags, LearningRateFlags):
     epsilon: float = 1e-2
     """antithetic, fzoo: length of a perturbation."""
 
-    clip: float = 0.0
+    max_grad_norm: float = 0.0
     """Largest norm of an example's gradient (estimated by tangent, or exact), or of the step's gradient with
     antithetic and fzoo. 0: no clipping. Required by --noise."""
     noise: float = 0.0
@@ -93,11 +94,11 @@ class Plan(OptimizerFlags, LearningRateFlags):
     """Scale down results that are this many times longer than the round's median."""
     optimizer: OptimizerName = "adam"
     """sgd, momentum or adam."""
-    beta2: float = 0.98
+    adam_beta2: float = 0.98
     """Second coefficient of adam."""
     learning_rate: float = 1e-2
-    schedule: ScheduleName = "constant"
-    warmup: int = 0
+    lr_scheduler_type: ScheduleName = "constant"
+    warmup_steps: int = 0
     """Steps of linear warm-up."""
 
     seed: int = 42
@@ -105,11 +106,13 @@ class Plan(OptimizerFlags, LearningRateFlags):
 
     def __post_init__(self) -> None:
         problems = bound_problems(self)
-        if self.noise and not self.clip:
-            problems.append("--noise needs --clip: the noise is relative to the clipping norm")
+        if self.noise and not self.max_grad_norm:
+            problems.append("--noise needs --max-grad-norm: the noise is relative to the clipping norm")
         for name, (least, most) in _WITH_NOISE.items():
             if self.noise and not least <= (value := getattr(self, name)) <= most and value:
-                problems.append(f"--{name} is {value:g}, with noise it must be from {least:g} to {most:g}")
+                problems.append(
+                    f"{flag(name)} is {value:g}, with noise it must be from {least:g} to {most:g}"
+                )
         if self.noise and self.estimator == "tangent" and not self.share_directions:
             problems.append("--noise needs --share-directions: otherwise each example has noise of its own")
         if self.noise and self.estimator in estimators_with_setting("epsilon") and self.examples != 1:
@@ -117,13 +120,13 @@ class Plan(OptimizerFlags, LearningRateFlags):
                 f"--noise with --estimator {self.estimator} needs --examples 1, but it is {self.examples}: "
                 "only tangent and exact clip each example"
             )
-        if self.loss_normalisation == "token" and (self.noise or self.clip):
+        if self.loss_normalisation == "token" and (self.noise or self.max_grad_norm):
             problems.append(
-                "--loss-normalisation token allows neither --clip nor --noise: an example's weight would "
-                "depend on other examples"
+                "--loss-normalisation token allows neither --max-grad-norm nor --noise: an example's "
+                "weight would depend on other examples"
             )
-        if self.warmup > self.steps:
-            problems.append(f"--warmup is {self.warmup}, but there are only {self.steps} steps")
+        if self.warmup_steps > self.steps:
+            problems.append(f"--warmup-steps is {self.warmup_steps}, but there are only {self.steps} steps")
         if problems:
             raise ConfigError(
                 "These settings cannot be used:",
@@ -160,16 +163,16 @@ class Plan(OptimizerFlags, LearningRateFlags):
             epsilon=Recipe.epsilon
             if self.estimator not in estimators_with_setting("epsilon")
             else self.epsilon,
-            clip=0.0 if exact else self.clip,
-            clip_examples=self.clip if exact else 0.0,
+            max_grad_norm=0.0 if exact else self.max_grad_norm,
+            max_example_grad_norm=self.max_grad_norm if exact else 0.0,
             batch_size=self.examples,
             loss_normalisation=self.loss_normalisation,
             optimizer=self.optimizer,
             momentum=self.momentum,
-            beta2=self.beta2,
+            adam_beta2=self.adam_beta2,
             learning_rate=self.learning_rate,
-            schedule=self.schedule,
-            warmup=self.warmup,
+            lr_scheduler_type=self.lr_scheduler_type,
+            warmup_steps=self.warmup_steps,
             steps=self.steps,
             seed=self.seed,
         )
@@ -217,10 +220,10 @@ class Agreement:
         try:
             if len(content) > MOST_AGREEMENT_BYTES:
                 raise ValueError(f"it has {len(content)} bytes")
-            fields = parse_json(content)
-            plan = settings_from_mapping(Plan, fields.pop("plan"), "the server's plan")
-            agreement = cls(plan=plan, **fields)
-            if not all(isinstance(value, str) for value in fields.values()):
+            values = parse_json(content)
+            plan = _parse_plan(values.pop("plan"))
+            agreement = cls(plan=plan, **values)
+            if not all(isinstance(value, str) for value in values.values()):
                 raise ValueError("a hash is not a string")
             return agreement
         except (AttributeError, LookupError, TypeError, ValueError) as error:
@@ -230,6 +233,20 @@ class Agreement:
                 remedy="use the same version of prge on both sides",
                 code="agreement-unreadable",
             ) from None
+
+
+def _parse_plan(content: Any) -> Plan:
+    """Parse a plan; raises ConfigError, also for names of the previous version, which give other bytes."""
+    names = {item.name for item in fields(Plan)}
+    if old_names := sorted(name for name in mapping(content) if current_name(name, names) != name):
+        raise ConfigError(
+            "The fleet's plan is from another version of prge:",
+            [f"this version has no setting {', '.join(old_names)}"],
+            remedy="use the same version of prge on the server and all devices, or start a new fleet in "
+            "another folder",
+            code="settings-of-other-version",
+        )
+    return settings_from_mapping(Plan, content, "the server's plan")
 
 
 def task_sha256(task: Task | None) -> str:

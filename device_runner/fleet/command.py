@@ -7,6 +7,7 @@ import platform
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from typing import ClassVar
 
 from device_runner.fleet import join as joining
 from device_runner.fleet import serve, simulate
@@ -25,6 +26,8 @@ NETWORKED = ("serve", "join", "keys")
 class KeysSettings:
     """Create certificates and keys: for the server, and for each device a folder to copy there."""
 
+    EXAMPLE: ClassVar = "keys --hosts 192.168.1.10 --devices phone tablet"
+
     out: OutputFolder
     """Folder for all keys; existing files stay, so that devices can be added later."""
     hosts: list[str] = field(default_factory=list)
@@ -36,6 +39,8 @@ class KeysSettings:
 @dataclass(frozen=True)
 class FleetStatusSettings:
     """Show the status of a fleet."""
+
+    EXAMPLE: ClassVar = "fleet"
 
     folder: InputFolder
     """The server's folder of the fleet."""

@@ -191,7 +191,7 @@ class RoundsFlags:
     """Fewest results that complete a round; with fewer the server asks for the round again."""
     seconds: float = 600.0
     """Seconds to wait for the results of a round."""
-    evaluate_every: int = 1
+    eval_steps: int = 1
     """Rounds between evaluations on the development rows; 0: only before the first and after the last
     round."""
 
@@ -239,7 +239,7 @@ class Coordinator:
             )
         self.journal = Journal(folder / JOURNAL)
         self._truncate_unfinished_round()
-        self.finished_rounds = [record for record in self.journal.records if record["kind"] == "round"]
+        self.finished_rounds = [record for record in self.journal.records if record["type"] == "round"]
         self.estimator = replay_estimator(self.plan)
         self.state = self._restore_state()
         self._encoded_rounds: list[bytes] = []
@@ -459,7 +459,7 @@ class Coordinator:
         change = aggregate(values, plan)
         return [
             {
-                "kind": "step",
+                "type": "step",
                 "step": step,
                 "round": self.round,
                 "seed": plan.seed,
@@ -476,7 +476,7 @@ class Coordinator:
             del facts[name]
         for name, by_node in (("refused", report.refused), ("spoken", trust)):
             facts[name] = {str(node): each for node, each in by_node.items()}
-        line = {"kind": "round", "step": report.number, "first": first, "time": time.time(), **facts}
+        line = {"type": "round", "step": report.number, "first": first, "time": time.time(), **facts}
         self.finished_rounds.append(self.journal.append(line))
         self._update_devices(line)
 
@@ -513,7 +513,7 @@ class Coordinator:
 
     def _is_due(self, rounds: int) -> bool:
         """Whether an evaluation is due after this many rounds."""
-        every = self.flags.evaluate_every or self.plan.rounds
+        every = self.flags.eval_steps or self.plan.rounds
         return self.finished or rounds >= self.plan.rounds or rounds % every == 0
 
     def _score_if_due(self, scored: Record | None = None) -> Record:
@@ -530,7 +530,7 @@ class Coordinator:
         record = self.journal.evaluation(self.state.step)
         if record is None:
             scored = scored or self._score(self.state)
-            record = self.journal.append({"kind": "evaluation", "step": self.state.step, **scored})
+            record = self.journal.append({"type": "evaluation", "step": self.state.step, **scored})
         # Repeated on resume: a kill may have come between the journal and these updates.
         self.state.judge(record)
         self._save_checkpoint()
@@ -542,7 +542,7 @@ class Coordinator:
 
     def _truncate_unfinished_round(self) -> None:
         """Remove the steps of a round that a kill interrupted."""
-        types = [record["kind"] for record in self.journal.records]
+        types = [record["type"] for record in self.journal.records]
         last_round = max((index for index, each in enumerate(types) if each == "round"), default=-1)
         if "step" in types[last_round + 1 :]:
             self.journal.truncate(types.index("step", last_round + 1))

@@ -252,7 +252,7 @@ class _Round:
         """
         plan, rows = self.plan, len(by_row(local.examples))
         entry: Record = {
-            "kind": BEGUN,
+            "type": BEGUN,
             "agreement": self.task.sha256.hex(),
             "round": self.task.number,
             "time": time.time(),

@@ -21,6 +21,9 @@ class JoinSettings(DeviceSettings):
     A folder that already is a device's keeps the settings that it was created with.
     """
 
+    EXAMPLE: ClassVar = (
+        "--server 192.168.1.10:9092 --keys phone --bundle bundle --train rows.jsonl --folder device"
+    )
     KEPT: ClassVar = DEVICE
 
     server: str

@@ -91,7 +91,7 @@ class LocalTrainer:
             return None
         losses = np.array([record["loss"] for record in records], np.float32)
         if plan.sends_projected_gradients:
-            return losses, np.array([record["scalars"] for record in records], np.float32).ravel()
+            return losses, np.array([record["projected_gradients"] for record in records], np.float32).ravel()
         return losses, session.state.adapter.values - start.adapter.values
 
 
@@ -103,7 +103,7 @@ class _RoundStore:
     start: TrainingState
     journal: Journal
     draw: NoiseSampler
-    checkpoint_every: int = 0
+    save_steps: int = 0
 
     @property
     def first_step(self) -> int:
@@ -150,7 +150,7 @@ def open_local(plan: Plan, bundle: Bundle, settings: RunSettings) -> tuple[Local
             remedy="give rows of completions, or train on this device only, with `prge run`",
             code="rows-of-preferences",
         )
-    if not plan.sends_projected_gradients and plan.clip:
+    if not plan.sends_projected_gradients and plan.max_grad_norm:
         check_single_sequences(inputs.train)
     run_plan = plan_run(bundle, inputs.train, settings)
     budget = step_budget(bundle, [run_plan.shape], settings.memory, settings.engine, "this device")

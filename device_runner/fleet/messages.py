@@ -88,13 +88,13 @@ class RoundSteps:
         """
         return [
             {
-                "kind": "step",
+                "type": "step",
                 "step": self.first + index,
                 "round": number,
                 "seed": seed,
                 "loss": float(self.losses[index]),
                 "learning_rate": float(self.rates[index]),
-                "scalars": self.projected_gradients[index].reshape(tuple(shape)).tolist(),
+                "projected_gradients": self.projected_gradients[index].reshape(tuple(shape)).tolist(),
             }
             for index in range(len(self.rates))
         ]
@@ -104,7 +104,7 @@ class RoundSteps:
         """Return the steps of one round from the journal's records; inverse of `records`."""
         rates, losses, scalars = (
             np.array([record[name] for record in records], np.float32)
-            for name in ("learning_rate", "loss", "scalars")
+            for name in ("learning_rate", "loss", "projected_gradients")
         )
         return cls(records[0]["step"], rates, losses, scalars.reshape(len(records), -1))
 

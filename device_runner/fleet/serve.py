@@ -30,6 +30,7 @@ _REMOVED_SETTINGS = frozenset(
 class FleetServeSettings(ServerSettings):
     """Start or resume a fleet: wait for devices, and run its rounds."""
 
+    EXAMPLE: ClassVar = "--bundle bundle --out fleet --keys keys/server"
     STORED: ClassVar = SETTINGS
 
     resume: InputFolder | None = None

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -53,6 +53,8 @@ _IDENTITY = "simulation.json"
 @dataclass(frozen=True, kw_only=True)
 class SimulateSettings(ServerSettings):
     """Train a fleet of simulated devices in this process, and count the bytes that it sends."""
+
+    EXAMPLE: ClassVar = "--bundle bundle --train rows.jsonl --out fleet"
 
     train: TrainRows
     """Rows to partition among the devices."""

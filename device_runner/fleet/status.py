@@ -13,7 +13,7 @@ from prge.formats.journal import Journal, Record
 from prge.formats.run_folder import FINAL, JOURNAL, is_held
 
 # Fields of an evaluation's record that are not scores.
-_NO_SCORES = ("kind", "step", "value", "examples")
+_NO_SCORES = ("type", "step", "value", "examples")
 
 
 @dataclass
@@ -96,7 +96,7 @@ def read_status(folder: Path) -> FleetStatus:
     plan = read_agreement(folder).plan
     journal = Journal(folder / JOURNAL, writable=False)
     rounds, evaluations = (
-        [record for record in journal.records if record["kind"] == each] for each in ("round", "evaluation")
+        [record for record in journal.records if record["type"] == each] for each in ("round", "evaluation")
     )
     names = _names(folder)
     devices = {name: DeviceStatus() for name in names.values()}

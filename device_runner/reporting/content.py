@@ -26,7 +26,7 @@ NONE = "–"
 SMOOTHING = 0.9
 MOST_SAMPLES = 20
 LONGEST_VALUE = 2000
-AXES = {"step": "steps", "rows": "rows computed", "seconds": "seconds"}
+AXES = {"step": "steps", "forward_passes": "forward passes", "seconds": "seconds"}
 _STATUS = {
     "completed": "It took all of its steps",
     "stopped early": "It stopped early because scores of development rows no longer improved",
@@ -230,7 +230,7 @@ def _method(run: RunFacts) -> Iterator[Block]:
             "weights in the model's file": mapping(model.get("source")).get("description"),
             "frozen weights": quantization.get("scheme") or ("fp32" if run.run else None),
             "trainable parameters": _count(run.train.get("trained_values")),
-            "rows computed": _count(run.train.get("rows")),
+            "forward passes": _count(run.train.get("forward_passes")),
             "learning rate": _number(run.config.get("learning_rate")),
             "optimizer": run.config.get("optimizer"),
         }

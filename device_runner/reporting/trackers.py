@@ -25,7 +25,7 @@ LOOK_EVERY = 1.0
 # Fields of a record that are no measured values.
 _NO_FIGURES = frozenset({"event", "split", "step"})
 # Text settings that reveal nothing about the user's files.
-_NAMES = ("estimator", "optimizer", "schedule", "select")
+_NAMES = ("estimator", "optimizer", "lr_scheduler_type", "select")
 
 
 def send(

@@ -86,7 +86,7 @@ class History:
         self.described: list[dict[str, Any]] = []
         """The response to GET /v1/adapters, one entry per version. A change replaces the whole list."""
         if (begun := self._journal.first("start")) is None:
-            self._journal.append({"kind": "start", **start, "date": date})
+            self._journal.append({"type": "start", **start, "date": date})
         elif problems := [f"another {name}" for name in start if begun.get(name) != start[name]]:
             remedy = "serve those, or give another folder with --learn"
             raise ConfigError(f"{folder} was started with:", problems, remedy=remedy, code="learning-differs")
@@ -107,21 +107,21 @@ class History:
 
     def add(self, event: str, version: int, **facts: Any) -> None:
         """Record that a round begins (`round`), was `judged`, or that its adapter was taken `back`."""
-        self._take(self._journal.append({"kind": event, "step": version, **facts}))
+        self._take(self._journal.append({"type": event, "step": version, **facts}))
         self._describe()
         self._journal.sync()
 
     def _take(self, record: Record) -> None:
-        if record["kind"] == "round":
+        if record["type"] == "round":
             self.versions.append(Version(record["step"], record["parent"], tuple(record["rows"])))
             self.rows.update(record["rows"])
-        elif record["kind"] == "judged":
+        elif record["type"] == "judged":
             version = self.versions[record["step"]]
             version.verdict = record
             if version.status == "abandoned":
                 self.rows.difference_update(version.rows)
                 self.abandoned += 1
-        elif record["kind"] == "back":
+        elif record["type"] == "back":
             self.versions[record["step"]].is_back = True
 
     def _describe(self) -> None:

@@ -459,7 +459,7 @@ def _settings(
         dev_limit=None,
         steps=RunSettings.steps,
         epochs=flags.learn_epochs,
-        warmup=None,
+        warmup_steps=None,
         adapter=None,
         sample_prompts=None,
         sample_rows=0,

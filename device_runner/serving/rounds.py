@@ -234,7 +234,7 @@ def _train_and_judge(
             folder=folder,
             journal=journal,
             template=bundle.adapter,
-            checkpoint_every=settings.checkpoint_every,
+            save_steps=settings.save_steps,
             keep_gradients=settings.keep_gradients,
         )
         session = open_session(plan.recipe, engine, SessionData(train=examples, adapter=adapter), store)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from typing import ClassVar
 
 from device_runner.engines.trunk_cache import Precision
 from device_runner.serving.history import FEEDBACK
@@ -67,6 +68,8 @@ class LearnFlags(RoundFlags):
 @dataclass(frozen=True)
 class ServeSettings(LearnFlags, ListenFlags, EngineFlags):
     """Serve a bundle and its adapters through OpenAI's protocol: chat completions, completions, models."""
+
+    EXAMPLE: ClassVar = "bundle --adapter run --port 8000"
 
     bundle: ModelInput
     """Folder that `prge export` or `prge tune` wrote. The folder's name is the model with its tuned or

@@ -111,6 +111,7 @@ def read_template_kwargs(text: str | None) -> dict[str, Any]:
 class GenerateSettings(GenerationFlags, SelectionFlags, RowsFlags, BundleFlags):
     """Generate answers to prompts: a single answer is streamed, several are generated at once."""
 
+    EXAMPLE: ClassVar = 'bundle --adapter run --prompt "Once upon a time"'
     ONE_OF: ClassVar = (("prompt", "messages", "data"),)
 
     prompt: tuple[TextInput, ...] = ()
@@ -143,6 +144,8 @@ class GenerateSettings(GenerationFlags, SelectionFlags, RowsFlags, BundleFlags):
 @dataclass(frozen=True)
 class ChatSettings(GenerationFlags, BundleFlags):
     """Chat with a bundle's model in the terminal; /help lists the commands."""
+
+    EXAMPLE: ClassVar = "bundle --adapter run"
 
     max_tokens: int = 512
     """Largest number of tokens of an answer."""

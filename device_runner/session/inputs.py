@@ -129,7 +129,7 @@ def start_record(
 ) -> Record:
     """Return what a run starts from, for its journal's first record; `train` and `dev` are hashes of rows."""
     return {
-        "kind": "start",
+        "type": "start",
         "modules": [asdict(module) for module in bundle.chain.modules],
         "width": bundle.chain.width,
         "bundle": bundle.sha256,

@@ -31,8 +31,8 @@ _MOST_STEP_BYTES = 1 << 36
 class RunPlan:
     """What a run is going to do.
 
-    `settings` are complete: estimator, queries if it uses directions, optimizer, beta2, steps, warm-up, batch
-    size. `role` is the role of a step, `shape` the largest shape of its calls.
+    `settings` are complete: estimator, queries if it uses directions, optimizer, adam_beta2, steps, warm-up,
+    batch size. `role` is the role of a step, `shape` the largest shape of its calls.
     """
 
     settings: RunSettings
@@ -68,13 +68,13 @@ def plan_run(
         raise ValueError("the estimator is not resolved")
     entry, chain = ESTIMATORS[settings.estimator], bundle.chain
     chain.check_role(entry.role)
-    if settings.clip_examples and examples:
+    if settings.max_example_grad_norm and examples:
         check_single_sequences(examples)
     batch = settings.batch_size or default_batch(examples)
     shape = step_shape(
         entry.role,
         examples,
-        1 if settings.clip_examples else batch * max_sequences(examples),
+        1 if settings.max_example_grad_norm else batch * max_sequences(examples),
         chain.model,
         copies=entry.copies(settings.queries),
         queries=entry.directions(settings.queries),
@@ -123,10 +123,10 @@ def resolve_settings(settings: RunSettings, bundle: Bundle) -> RunSettings:
             "--trunk-cache-bytes is set, but no block lies below the first adapted layer",
             "leave it out, or export with --adapt-layers top:k",
         )
-    if settings.lora_plus != 1 and not chain.trains_a:
+    if settings.loraplus_lr_ratio != 1 and not chain.trains_a:
         raise _settings_error(
             "lora-a-not-trained",
-            f"--lora-plus is {settings.lora_plus:g}, but the bundle trains only lora_b",
+            f"--loraplus-lr-ratio is {settings.loraplus_lr_ratio:g}, but the bundle trains only lora_b",
             "leave it out, or export with --adapter lora",
         )
     if settings.sample_prompts and not {PREFILL, DECODE} <= set(chain.roles):
@@ -136,16 +136,16 @@ def resolve_settings(settings: RunSettings, bundle: Bundle) -> RunSettings:
             "leave it out, or export with the roles prefill and decode",
         )
     queries = settings.queries or DEFAULT_QUERIES if entry.has_directions else None
-    checkpoint_every = settings.checkpoint_every
+    save_steps = settings.save_steps
     if not entry.has_directions and not settings.keep_gradients:
-        checkpoint_every = min(checkpoint_every or STEPS_OF_GRADIENTS, STEPS_OF_GRADIENTS)
+        save_steps = min(save_steps or STEPS_OF_GRADIENTS, STEPS_OF_GRADIENTS)
     return replace(
         settings,
         estimator=estimator,
         queries=queries,
-        checkpoint_every=checkpoint_every,
+        save_steps=save_steps,
         optimizer=settings.optimizer or "adam",
-        beta2=entry.beta2 if settings.beta2 is None else settings.beta2,
+        adam_beta2=entry.adam_beta2 if settings.adam_beta2 is None else settings.adam_beta2,
     )
 
 
@@ -162,7 +162,7 @@ def _resolve_steps(settings: RunSettings, batch: int, examples: int) -> RunSetti
     if settings.epochs is not None:
         steps = max(1, math.ceil(settings.epochs * examples / batch))
         settings = replace(settings, epochs=None, steps=steps)
-    return replace(settings, warmup=settings.warmup_steps)
+    return replace(settings, warmup_steps=settings.resolved_warmup_steps)
 
 
 def default_batch(examples: Sequence[Example]) -> int:

@@ -27,7 +27,7 @@ def replay(journal: Journal, step: int | None = None) -> TrainingState:
     with journal.reading(start):
         state = first_state(journal, start)
     for record in journal.records:
-        if record["kind"] == "evaluation":
+        if record["type"] == "evaluation":
             with journal.reading(record):
                 state.judge(record)
     if step is None:

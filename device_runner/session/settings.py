@@ -92,6 +92,7 @@ def when_problems(when: str) -> list[str]:
 class RunSettings(EngineFlags, RunFlags, TrainingFlags, WaitFlags):
     """Fine-tune the adapter of a bundle on the stock engine."""
 
+    EXAMPLE: ClassVar = "--bundle bundle --train rows.jsonl --out run"
     STORED: ClassVar = CONFIG
 
     resume: InputFolder | None = None
@@ -102,7 +103,7 @@ class RunSettings(EngineFlags, RunFlags, TrainingFlags, WaitFlags):
     keep_gradients: bool = False
     """exact: keep the gradient of every step in the journal, so that the run can be replayed. Default: keep
     those since the latest checkpoint, which is written at least every 4 steps, whatever
-    --checkpoint-every."""
+    --save-steps."""
     change_estimator: bool = False
     """With --resume: continue with another estimator, with the settings and learning rate that you set for
     it."""
@@ -140,12 +141,15 @@ class RunSettings(EngineFlags, RunFlags, TrainingFlags, WaitFlags):
         problems += when_problems(self.when)
         if self.sample_prompts and self.sample_rows:
             problems.append("--sample-prompts and --sample-rows are both set: set only one of them")
-        if self.clip_examples and self.loss_normalisation == "token":
+        if self.max_example_grad_norm and self.loss_normalisation == "token":
             problems.append(
-                "--clip-examples with --loss-normalisation token: an example's weight would depend on others"
+                "--max-example-grad-norm with --loss-normalisation token: an example's weight would "
+                "depend on others"
             )
-        if self.clip_examples and self.head_learning_rate:
-            problems.append("--clip-examples with --head-learning-rate: the head's gradient isn't clipped")
+        if self.max_example_grad_norm and self.head_learning_rate:
+            problems.append(
+                "--max-example-grad-norm with --head-learning-rate: the head's gradient isn't clipped"
+            )
         if problems:
             raise ConfigError(
                 "these settings can't be used:",
@@ -169,6 +173,8 @@ class RunSettings(EngineFlags, RunFlags, TrainingFlags, WaitFlags):
 @dataclass(frozen=True)
 class EvaluateSettings(EngineFlags, ObjectiveFlags, OverflowFlags, SelectionFlags, ExampleFlags):
     """Score an adapter on rows; prints the loss and the metric of the task."""
+
+    EXAMPLE: ClassVar = "bundle --data test.jsonl --adapter run"
 
     bundle: ModelInput
     """Folder that `prge export` or `prge tune` wrote."""

@@ -12,7 +12,9 @@ from collections.abc import Collection
 from typing import Any, get_type_hints
 
 
-def combine_settings(about: str, *parts: type[Any], without: Collection[str] = ()) -> type[Any]:
+def combine_settings(
+    about: str, *parts: type[Any], without: Collection[str] = (), example: str | None = None
+) -> type[Any]:
     """Combine the fields of several settings classes into one class.
 
     The combined class checks types and bounds; checks across fields are left to the parts. If several parts
@@ -22,6 +24,7 @@ def combine_settings(about: str, *parts: type[Any], without: Collection[str] = (
         about: First paragraph of the help, which shows the fields grouped by their classes.
         parts: Settings classes.
         without: Names of fields to leave out.
+        example: The words after the verb in the example of a command that help begins with; None: no example.
     """
     one_of = [names for part in parts for names in getattr(part, "ONE_OF", ())]
     fields: dict[str, tuple[str, Any, Any]] = {}
@@ -34,7 +37,7 @@ def combine_settings(about: str, *parts: type[Any], without: Collection[str] = (
             if item.default_factory is not dataclasses.MISSING:
                 settings = {"default_factory": item.default_factory}
             fields[item.name] = item.name, hints[item.name], dataclasses.field(**settings, kw_only=True)
-    namespace = {"__doc__": about, "ONE_OF": tuple(one_of), "PARTS": parts}
+    namespace = {"__doc__": about, "ONE_OF": tuple(one_of), "PARTS": parts, "EXAMPLE": example}
     return dataclasses.make_dataclass("Combined", fields.values(), namespace=namespace, frozen=True)
 
 

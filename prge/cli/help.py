@@ -13,6 +13,7 @@ import itertools
 import os
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from prge.cli.bounds import flag
@@ -41,13 +42,13 @@ def completion_argv(argv: Sequence[str]) -> list[str]:
 def print_settings_help(
     settings_type: type[Any], field_types: Mapping[str, Any], prog: str, positional: Sequence[str]
 ) -> None:
-    """Print the help of a verb: its own settings first, then each group that it shares with other verbs.
+    """Print the help of a verb: an example, its own settings, and each group that it shares with others.
 
     Args:
         settings_type: The verb's dataclass; each base class is a group, whose docstring is the heading.
         field_types: Type of each field.
         prog: The command, such as `prge run`.
-        shown: Fields that may be given without their flag.
+        positional: Fields that may be given without their flag.
     """
     flags: dict[str, tuple[list[str], str | None]] = {}
     for name, field_type in field_types.items():
@@ -60,6 +61,9 @@ def print_settings_help(
     flags |= {"--config": ([], None), "--print-config": ([], "0"), "--help": ([], "0")}
     _complete(prog, flags)
     words = [f"{name.upper()}..." if is_list_type(field_types[name]) else name.upper() for name in positional]
+    example = getattr(settings_type, "EXAMPLE", None)
+    if example is not None:
+        print(f"example: {prog} {example}".rstrip())
     print(" ".join(["usage:", prog, *words, "[flags]"]))
     print(f"\n{_paragraph(settings_type)}")
     helps = field_help(settings_type)
@@ -86,13 +90,25 @@ def print_settings_help(
         _entry(form, text)
 
 
-def print_verbs_help(prog: str, helps: Mapping[str, str], about: str) -> None:
-    """Print the list of verbs with their help, below the text `about`."""
+def print_verbs_help(
+    prog: str, helps: Mapping[str, str], about: str, groups: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """Print the list of verbs with their help.
+
+    Args:
+        prog: The words before the verbs, such as `prge android`.
+        helps: What each verb does.
+        about: A text above the list.
+        groups: Heading of each verb's group; verbs of a group follow one another. Without it, the list has no
+            headings.
+    """
     _complete(prog, {"verb": (list(helps), None)})
     width = max(map(len, helps))
-    print(f"usage: {prog} <verb> [flags]\n\n{about}\n")
-    for name, text in helps.items():
-        print(f"  {name:<{width}}  {text}")
+    print(f"usage: {prog} <verb> [flags]\n\n{about}")
+    for heading, names in itertools.groupby(helps, lambda name: groups.get(name, "")):
+        print(f"\n{heading}:" if heading else "")
+        for name in names:
+            print(f"  {name:<{width}}  {helps[name]}")
     print(f"\n`{prog} <verb> --help` shows a verb's flags.")
 
 

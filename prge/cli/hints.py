@@ -1,4 +1,4 @@
-"""Hints of error messages for users of other tools: which name of prge an unknown name means (hints.yaml)."""
+"""Other names of settings and verbs, in other tools and in the previous version of prge (hints.yaml)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,18 @@ from prge.errors import PrgeError, shown
 from prge.formats.documents import read_yaml
 
 
+def current_name(key: str, known: Collection[str]) -> str:
+    """Return a setting's current name for the name that it had in the previous version.
+
+    Args:
+        key: A name, with underscores; it is returned unchanged unless it is such an old name.
+        known: Settings of the verb.
+    """
+    if key in known:
+        return key
+    return next((name for name in _names_by_alias("renamed").get(key, ()) if name in known), key)
+
+
 def suggest_setting(key: str, known: Collection[str], written: Callable[[str], str]) -> tuple[str, str]:
     """Return the setting that an unknown name means, and a hint for the error message; each may be empty.
 
@@ -19,7 +31,7 @@ def suggest_setting(key: str, known: Collection[str], written: Callable[[str], s
         known: Settings of the verb.
         written: Formats a setting as the user wrote it, as a flag or a YAML key.
     """
-    names = _names_by_alias("settings")
+    names = {**_names_by_alias("settings"), **_names_by_alias("renamed")}
     key = key.lower()
 
     def settings_of_alias(alias: str) -> list[tuple[str, str]]:
@@ -29,7 +41,7 @@ def suggest_setting(key: str, known: Collection[str], written: Callable[[str], s
     for name, text in settings_of_alias(key):
         if name in known:
             return name, f"; here it is {text}"
-    for message in _names_by_alias("told").get(key, ()):
+    for message in _names_by_alias("messages").get(key, ()):
         return "", f": {message}"
     elsewhere = [text for _, text in settings_of_alias(key)]
     if elsewhere:

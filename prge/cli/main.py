@@ -32,37 +32,53 @@ class Verb:
     extra: str
 
 
-VERBS = {
-    "tune": Verb("server_export.tune.command", "fine-tune a model on your data with one command", "export"),
-    "export": Verb("server_export.export", "export a model as a bundle that a device can train", "export"),
-    "estimate": Verb("server_export.estimate", "estimate the costs of an export and its runs", "export"),
-    "inspect": Verb("device_runner.inspect_bundle", "show the contents and requirements of a bundle", ""),
-    "run": Verb("device_runner.run", "train the adapter of a bundle", "device"),
-    "eval": Verb("device_runner.evaluate", "evaluate an adapter on the rows of a task", "device"),
-    "generate": Verb("device_runner.generate", "generate a model's answers to prompts", "device"),
-    "chat": Verb("device_runner.chat", "chat with a model and its adapters in the terminal", "device"),
-    "serve": Verb("device_runner.serve", "serve a model and its adapters by OpenAI's protocol", "serve"),
-    "baseline": Verb(
-        "server_export.evidence.baselines.command", "train the same model by another method", "export"
-    ),
-    "replay": Verb("device_runner.replay", "recompute a run's adapter from its journal", ""),
-    "report": Verb(
-        "device_runner.report", "write a report on runs: curves, samples, settings, costs", "device"
-    ),
-    "watch": Verb("device_runner.watch", "watch runs in the browser while they train", "serve"),
-    "publish": Verb("server_export.publish", "publish a trained adapter for PEFT, or merge it", "export"),
-    "compare": Verb(
-        "server_export.evidence.compare.command", "compare training methods at equal quality", "export"
-    ),
-    "leak": Verb(
-        "server_export.evidence.leak.command", "try to reconstruct rows from a fleet's messages", "export"
-    ),
-    "android": Verb("device_runner.android.command", "train on a phone over adb", ""),
-    "fleet": Verb("device_runner.fleet.command", "train one adapter on many devices", "fleet"),
-    "rows": Verb("device_runner.rows", "show rows of feedback, and remove some", ""),
-    "cache": Verb("device_runner.cache", "show or empty the cache of packed weights", ""),
-    "doctor": Verb("device_runner.doctor", "check this machine and list what is missing", ""),
+# The verbs by the headings of their groups in `prge --help`.
+VERB_GROUPS = {
+    "train a model": {
+        "tune": Verb(
+            "server_export.tune.command", "fine-tune a model on your data with one command", "export"
+        ),
+        "export": Verb(
+            "server_export.export", "export a model as a bundle that a device can train", "export"
+        ),
+        "estimate": Verb("server_export.estimate", "estimate the costs of an export and its runs", "export"),
+        "run": Verb("device_runner.run", "train the adapter of a bundle", "device"),
+        "eval": Verb("device_runner.evaluate", "evaluate an adapter on the rows of a task", "device"),
+        "baseline": Verb(
+            "server_export.evidence.baselines.command", "train the same model by another method", "export"
+        ),
+        "compare": Verb(
+            "server_export.evidence.compare.command", "compare training methods at equal quality", "export"
+        ),
+    },
+    "use a trained model": {
+        "generate": Verb("device_runner.generate", "generate a model's answers to prompts", "device"),
+        "chat": Verb("device_runner.chat", "chat with a model and its adapters in the terminal", "device"),
+        "serve": Verb("device_runner.serve", "serve a model and its adapters by OpenAI's protocol", "serve"),
+        "publish": Verb("server_export.publish", "publish a trained adapter for PEFT, or merge it", "export"),
+    },
+    "train on a phone": {
+        "android": Verb("device_runner.android.command", "train on a phone over adb", ""),
+    },
+    "train on many devices": {
+        "fleet": Verb("device_runner.fleet.command", "train one adapter on many devices", "fleet"),
+        "leak": Verb(
+            "server_export.evidence.leak.command", "try to reconstruct rows from a fleet's messages", "export"
+        ),
+    },
+    "inspect and clean up": {
+        "inspect": Verb("device_runner.inspect_bundle", "show the contents and requirements of a bundle", ""),
+        "report": Verb(
+            "device_runner.report", "write a report on runs: curves, samples, settings, costs", "device"
+        ),
+        "watch": Verb("device_runner.watch", "watch runs in the browser while they train", "serve"),
+        "replay": Verb("device_runner.replay", "recompute a run's adapter from its journal", ""),
+        "rows": Verb("device_runner.rows", "show rows of feedback, and remove some", ""),
+        "cache": Verb("device_runner.cache", "show or empty the cache of programs and packed weights", ""),
+        "doctor": Verb("device_runner.doctor", "check this machine and list what is missing", ""),
+    },
 }
+VERBS = {name: verb for verbs in VERB_GROUPS.values() for name, verb in verbs.items()}
 
 ABOUT = (
     "Fine-tune language models on a phone with nothing but an inference engine.\n"
@@ -101,7 +117,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(words: list[str]) -> int:
     if words[:1] in (["-V"], ["--version"]):
         return _run_guarded("prge", lambda: print(f"prge {__version__}"))
-    actions = {name: Action(verb.help, partial(_start, verb)) for name, verb in VERBS.items()}
+    actions = {
+        name: Action(verb.help, partial(_start, verb), group)
+        for group, verbs in VERB_GROUPS.items()
+        for name, verb in verbs.items()
+    }
     return _run_guarded(_prog(words), lambda: run_action(words, actions, "prge", ABOUT))
 
 

@@ -24,6 +24,10 @@ KEPT      file in the folder that `folder` names, whose settings are the default
           in both files see prge/formats/stored_settings.py
 PRESETS   folder of YAML files, one of which `preset` names; its settings are the defaults
 current   converts the settings of a file that an earlier version wrote
+EXAMPLE   the words after the verb in the example of a command that help begins with
+
+A setting's name in the previous version is accepted too, with a warning (section `renamed` of hints.yaml).
+Stored settings are read with old names without a warning.
 
 The type of a path says whether the verb reads it, as InputFile does (prge/cli/inputs.py), or writes it, as
 OutputFile does (prge/cli/outputs.py). Outputs are checked before the verb begins.
@@ -40,7 +44,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
@@ -56,10 +60,11 @@ from prge.cli.field_types import (
     to_python_value,
 )
 from prge.cli.help import field_help, is_required, print_settings_help
-from prge.cli.hints import closest_match, suggest_setting
+from prge.cli.hints import closest_match, current_name, suggest_setting
 from prge.cli.outputs import check_outputs, output_settings
 from prge.errors import LONGEST_VALUE, ConfigError, RunError, shortened, shown
 from prge.formats.documents import MOST_YAML_BYTES, DocumentError, parse_yaml, read_document
+from prge.formats.format3 import ROLES
 from prge.formats.stored_settings import check_links, is_outside, is_own
 from prge.system.terminal import best_effort
 
@@ -73,6 +78,8 @@ _HUB_PAGE = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/(?:datase
 _OF_HUB = ("model", "data", "train", "dev", "test", "push")
 # Settings of type str that may name a file or folder.
 PATH_LIKE_SETTINGS = ("model", "task", "adapter", "chat_template", "push", "phone_folder")
+# Current values of settings by the values of the previous version, which are accepted with a warning.
+RENAMED_VALUES = {"roles": {old: new for old, new in ROLES.items() if old != new}}
 # Value of a setting that was given under another tool's name, which is reported as its own problem.
 _MISNAMED = object()
 
@@ -117,7 +124,7 @@ def parse_settings(
 def read_settings(settings_type: type[Settings], path: Path, prog: str) -> Settings:
     """Read settings from a YAML file alone, such as a run's `config.yaml`; raises ConfigError."""
     problems: list[str] = []
-    entries = _read_file(path, settings_type, problems)
+    entries = _without_warnings(_read_file(path, settings_type, problems))
     return _build(settings_type, entries, problems, prog)
 
 
@@ -164,9 +171,19 @@ def parse_path(value: object, where: str) -> Path:
 
 
 def settings_from_mapping(
-    settings_type: type[Settings], fields: Mapping[str, Any], where: str, prog: str = "prge"
+    settings_type: type[Settings],
+    fields: Mapping[str, Any],
+    where: str,
+    prog: str = "prge",
 ) -> Settings:
-    """Create settings from a mapping, such as a received message; raises as `parse_settings`."""
+    """Create settings from a mapping, such as the arguments of a Python call; raises as `parse_settings`.
+
+    Args:
+        settings_type: A dataclass as described in the module's docstring.
+        fields: Values by the settings' names.
+        where: What messages call the mapping, such as `run()`.
+        prog: The command with the same settings.
+    """
     problems: list[str] = []
     entries = _parse_mapping(fields, where, _field_types(settings_type), problems)
     settings = _build(settings_type, _with_stored(settings_type, entries, problems), problems, prog)
@@ -228,11 +245,39 @@ def format_yaml(values: Mapping[str, Any], comments: Mapping[str, str] = Mapping
 
 
 class _SettingValue(NamedTuple):
-    """One setting as the user wrote it; `where` names it in messages, such as its flag."""
+    """One setting as the user wrote it.
+
+    Attributes:
+        where: What messages call it, such as its flag.
+        key: Name of the setting.
+        value: Its value, before conversion to the field's type.
+        new_name: How the setting is written now, if the user wrote the name of the previous version.
+        old_values: Values of the previous version that were replaced by the current ones.
+    """
 
     where: str
     key: str
     value: Any
+    new_name: str = ""
+    old_values: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, where: str, key: str, value: Any, new_name: str = "") -> _SettingValue:
+        """Return a setting with the current names of its values."""
+        renamed = RENAMED_VALUES.get(key)
+        if renamed is None or not isinstance(value, (list, tuple)):
+            return cls(where, key, value, new_name)
+        old_values = tuple(each for each in value if isinstance(each, str) and each in renamed)
+        current = [renamed.get(each, each) if isinstance(each, str) else each for each in value]
+        return cls(where, key, current, new_name, old_values)
+
+    def warnings(self) -> Iterator[str]:
+        """Yield a line for each name of the previous version."""
+        still = "this version still accepts the old name"
+        if self.new_name:
+            yield f"{self.where} is now {self.new_name}; {still}"
+        for value in self.old_values:
+            yield f"{self.where} {value} is now {RENAMED_VALUES[self.key][value]}; {still}"
 
 
 class _StrayWord(NamedTuple):
@@ -275,9 +320,13 @@ def _read_words(
             continue
         last_given = None
         name, equals, value = ("--help" if word == "-h" else word).partition("=")
-        key = name.lstrip("-").replace("-", "_")
-        is_negated = key not in field_types and field_types.get(key.removeprefix("no_")) is bool
-        key = key.removeprefix("no_") if is_negated else key
+        given_key = name.lstrip("-").replace("-", "_")
+        key = current_name(given_key, field_types)
+        positive = current_name(given_key.removeprefix("no_"), field_types)
+        is_negated = key not in field_types and field_types.get(positive) is bool
+        new_key = f"no_{positive}" if is_negated else key
+        new_name = "" if new_key == given_key else flag(new_key)
+        key = positive if is_negated else key
         match = key
         if key not in field_types:
             match, hint = suggest_setting(key, field_types, flag)
@@ -295,18 +344,16 @@ def _read_words(
         if key not in field_types:
             entries += [_SettingValue(name, match, _MISNAMED)] if match and match not in _COMMON_FLAGS else []
         elif field_type is bool:
-            entries.append(
-                _SettingValue(
-                    name, key, _SWITCH.get(values[0].lower(), values[0]) if count else not is_negated
-                )
-            )
+            switched = _SWITCH.get(values[0].lower(), values[0]) if count else not is_negated
+            entries.append(_SettingValue(name, key, switched, new_name))
         elif is_list_type(field_type):
             earlier = [entry.value for entry in entries if entry.key == key and isinstance(entry.value, list)]
-            entries.append(_SettingValue(name, key, [*(earlier[-1] if earlier else ()), *values]))
+            listed = [*(earlier[-1] if earlier else ()), *values]
+            entries.append(_SettingValue.of(name, key, listed, new_name))
             if not values:
                 problems.append(f"{name} needs a value: {describe_type(field_type)}")
         elif values:
-            entries.append(last_given := _SettingValue(name, key, values[0]))
+            entries.append(last_given := _SettingValue(name, key, values[0], new_name))
         else:
             problems.append(f"{name} needs a value: {describe_type(field_type)}")
     by_flag = {entry.key for entry in entries}
@@ -318,7 +365,7 @@ def _read_words(
                 _SettingValue(key.upper(), key, texts if is_list_type(field_types[key]) else texts[0])
             )
             del stray_words[: len(taken_words)]
-    problems += [each.problem() for each in stray_words]
+    problems += [*_given_twice(entries), *(each.problem() for each in stray_words)]
     return entries
 
 
@@ -331,6 +378,21 @@ def _quoted(last_given: _SettingValue | None, words: Sequence[str], field_types:
         convert_value(value, field_types[last_given.key])
         return shlex.join([last_given.where, value])
     return ""
+
+
+def _given_twice(entries: Sequence[_SettingValue]) -> list[str]:
+    """Return a problem for every setting that has both its old and its current name in one place."""
+    current = {entry.key for entry in entries if not entry.new_name and entry.value is not _MISNAMED}
+    return [
+        f"{entry.where} is now {entry.new_name}: give one of them"
+        for entry in entries
+        if entry.new_name and entry.key in current
+    ]
+
+
+def _without_warnings(entries: Iterable[_SettingValue]) -> list[_SettingValue]:
+    """Return settings that prge itself stored: the user can't change their names."""
+    return [entry._replace(new_name="", old_values=()) for entry in entries]
 
 
 def _describe_repeated(entries: Sequence[_SettingValue], field_types: Mapping[str, Any]) -> list[str]:
@@ -383,6 +445,7 @@ def _stored_settings(
     check_links(path.parent)
     content = _read_bytes(path, problems)
     entries = [] if content is None else _parse_document(content, path, settings_type, problems)
+    entries = _without_warnings(entries)
     if content is None or is_own(content, path.name):
         return entries
     field_types, outputs = _field_types(settings_type), output_settings(settings_type)
@@ -427,16 +490,22 @@ def _parse_document(
 
 
 def _parse_mapping(
-    content: Mapping[Any, Any], where: str, field_types: Mapping[str, Any], problems: list[str]
+    content: Mapping[Any, Any],
+    where: str,
+    field_types: Mapping[str, Any],
+    problems: list[str],
 ) -> list[_SettingValue]:
-    entries = []
+    entries: list[_SettingValue] = []
     for key, value in content.items():
-        if key in field_types:
-            entries.append(_SettingValue(f"{where}: {key}", key, to_python_value(value)))
+        name = current_name(key, field_types) if isinstance(key, str) else key
+        if name in field_types:
+            new_name = "" if name == key else name
+            entries.append(_SettingValue.of(f"{where}: {key}", name, to_python_value(value), new_name))
         else:
             match, hint = suggest_setting(str(key).replace("-", "_"), field_types, str)
             problems.append(f"{where}: {shown(key)} is no setting of this verb{hint}")
             entries += [_SettingValue(where, match, _MISNAMED)] if match else []
+    problems += _given_twice(entries)
     return entries
 
 
@@ -478,6 +547,9 @@ def _build(
     settings_type: type[Settings], entries: Collection[_SettingValue], problems: list[str], prog: str
 ) -> Settings:
     """Check all values against their fields' types and create the settings; report all problems at once."""
+    with best_effort(sys.stderr):
+        for line in dict.fromkeys(line for entry in entries for line in entry.warnings()):
+            print(f"{prog}: {line}", file=sys.stderr)
     field_types = _field_types(settings_type)
     values: dict[str, Any] = {}
     for entry in entries:

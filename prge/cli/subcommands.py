@@ -11,10 +11,11 @@ from prge.cli.hints import verb_error
 
 @dataclass(frozen=True)
 class Action:
-    """A subcommand: its help and the function that runs it."""
+    """A subcommand: its help, the function that runs it, and the heading of its group in the list or ""."""
 
     help: str
     main: Callable[[list[str]], int]
+    group: str = ""
 
 
 def run_action(
@@ -38,7 +39,8 @@ def run_action(
     """
     words = list(argv)
     if not words or words[0] in ("-h", "--help", "help"):
-        print_verbs_help(prog, {name: action.help for name, action in actions.items()}, about)
+        helps = {name: action.help for name, action in actions.items()}
+        print_verbs_help(prog, helps, about, {name: action.group for name, action in actions.items()})
         return 0
     if words[0] not in actions:
         raise verb_error(words[0], actions, prog)

@@ -3,10 +3,10 @@
 Every line is a JSON object with the CRC-32 of its content. An incomplete last line, left by a kill or a full
 disk, is dropped; a damaged line before it is an error.
 
-    {"kind": "start", ...}       identity of the run: settings, bundle, seed
-    {"kind": "head", ...}        an encoder's fitted head
-    {"kind": "step", ...}        rows, projected gradients ("scalars") or gradient, learning rate, loss
-    {"kind": "evaluation", ...}  loss and metrics on development rows before a step
+    {"type": "start", ...}       identity of the run: settings, bundle, seed
+    {"type": "head", ...}        an encoder's fitted head
+    {"type": "step", ...}        rows, projected gradients or gradient, learning rate, loss
+    {"type": "evaluation", ...}  loss and metrics on development rows before a step
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from prge.system.regular_files import open_regular, read_regular
 Record = dict[str, Any]
 # Key of an exact gradient in a step's record: megabytes for a large adapter.
 GRADIENT = "gradient"
+# Key of a record's type in version 0.2, whose ledgers of devices and histories of servers are still read.
+_OLD_TYPE = "kind"
 
 
 class Journal:
@@ -61,11 +63,11 @@ class Journal:
                 self._stream.truncate(self._length)
         except OSError as error:
             raise storage_error(path, error) from None
-        self._by_step = {(record["kind"], record.get("step")): record for record in self.records}
+        self._by_step = {(record["type"], record.get("step")): record for record in self.records}
 
     def first(self, record_type: str) -> Record | None:
         """Returns the first record of a type; None if there is none."""
-        return next((record for record in self.records if record["kind"] == record_type), None)
+        return next((record for record in self.records if record["type"] == record_type), None)
 
     def step(self, step: int) -> Record | None:
         """Returns the record of a step, counted from 0; None if the journal doesn't have it."""
@@ -104,7 +106,7 @@ class Journal:
             raise storage_error(self.path, error) from None
         self._length += len(line)
         self.records.append(record)
-        self._by_step[record["kind"], record.get("step")] = record
+        self._by_step[record["type"], record.get("step")] = record
         return record
 
     def forget_gradients(self, before: int) -> None:
@@ -131,7 +133,7 @@ class Journal:
         del self.records[kept:]
         self._length = sum(len(_line(record)) for record in self.records)
         self._stream.truncate(self._length)
-        self._by_step = {(record["kind"], record.get("step")): record for record in self.records}
+        self._by_step = {(record["type"], record.get("step")): record for record in self.records}
 
     @contextlib.contextmanager
     def reading(self, record: Record) -> Iterator[None]:
@@ -139,7 +141,7 @@ class Journal:
         try:
             yield
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            where = " ".join(str(record[name]) for name in ("kind", "step") if name in record)
+            where = " ".join(str(record[name]) for name in ("type", "step") if name in record)
             raise RunError(
                 f"{self.path}: the record {where!r} can't be used: {type(error).__name__}: {error}",
                 remedy="restore the run folder from a copy, or start the run again in a new folder",
@@ -221,8 +223,10 @@ def _parse(line: bytes) -> Record | None:
     try:
         entry = parse_json(line)
         record: Record = entry["record"]
-        is_intact = line == _line(record) and isinstance(record["kind"], str)
+        is_intact = line == _line(record)
+        record = {"type" if name == _OLD_TYPE else name: value for name, value in record.items()}
         # `type` instead of isinstance, because bool is a subclass of int.
-        return record if is_intact and type(record.get("step", 0)) is int else None
-    except (ValueError, KeyError, TypeError, RecursionError):
+        is_record = isinstance(record["type"], str) and type(record.get("step", 0)) is int
+        return record if is_intact and is_record else None
+    except (AttributeError, ValueError, KeyError, TypeError, RecursionError):
         return None

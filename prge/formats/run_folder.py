@@ -47,7 +47,7 @@ Record = dict[str, Any]
 _NUMBERS = (
     "loss",
     "value",
-    "rows",
+    "forward_passes",
     "seconds",
     "largest_tangent",
     "accuracy",

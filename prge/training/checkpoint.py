@@ -247,12 +247,12 @@ def keep_state(
     prune_checkpoints(checkpoints, kept_steps(state.progress, every))
 
 
-def kept_steps(progress: TrainingProgress, checkpoint_every: int) -> set[int]:
+def kept_steps(progress: TrainingProgress, save_steps: int) -> set[int]:
     """Returns the steps whose checkpoints are kept: the current, the last regular and the best one.
 
     The result doesn't depend on interruptions of the run.
     """
-    due = (progress.step - 1) // checkpoint_every * checkpoint_every if checkpoint_every else 0
+    due = (progress.step - 1) // save_steps * save_steps if save_steps else 0
     return {progress.step, progress.best_step, *([due] if due > 0 else [])}
 
 

@@ -30,7 +30,7 @@ class Heads:
             raise ValueError("there is no head")
         folds = self.cross_fitted.heads if self.cross_fitted else ()
         return {
-            "kind": "head",
+            "type": "head",
             **({"digest": digest} if digest else {}),
             "classes": len(self.head.bias),
             "values": encode_array(self.head.values),

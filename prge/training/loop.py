@@ -38,18 +38,18 @@ class TrainingSettings:
     Attributes:
         steps: number of optimizer steps.
         seed: seed of the order of examples and of the random directions.
-        evaluate_every: steps between evaluations on development rows; 0: only after the last step.
-        evaluate_at: further steps to evaluate after.
-        checkpoint_every: steps between checkpoints; 0: only after the last step.
+        eval_steps: steps between evaluations on development rows; 0: only after the last step.
+        eval_at: further steps to evaluate after.
+        save_steps: steps between checkpoints; 0: only after the last step.
         patience: stop after this many evaluations without an improvement; 0: never.
         divergence_ratio: stop when the smoothed loss exceeds this multiple of the first loss.
     """
 
     steps: int
     seed: int
-    evaluate_every: int = 0
-    evaluate_at: Sequence[int] = ()
-    checkpoint_every: int = 100
+    eval_steps: int = 0
+    eval_at: Sequence[int] = ()
+    save_steps: int = 100
     patience: int = 0
     divergence_ratio: float = 3.0
 
@@ -129,7 +129,7 @@ def train(
             break
         record, measurement = learner.step()
         observer.on_step(record, measurement)
-        if settings.checkpoint_every and (step + 1) % settings.checkpoint_every == 0:
+        if settings.save_steps and (step + 1) % settings.save_steps == 0:
             learner.save()
     learner.save()
 
@@ -211,7 +211,7 @@ class AdapterLearner:
         )
         measurement = self.estimator.measure(self.engine, step)
         record = {
-            "kind": "step",
+            "type": "step",
             "step": state.step,
             "seed": seed,
             "rows": [example.row for example in examples],
@@ -230,7 +230,7 @@ class AdapterLearner:
         if replayed is not None:
             with self.journal.reading(replayed):
                 return {**replayed, "value": float(replayed["value"])}, False
-        record = {"kind": "evaluation", "step": self.state.step, **self.evaluate_state(self.state)}
+        record = {"type": "evaluation", "step": self.state.step, **self.evaluate_state(self.state)}
         if not math.isfinite(record["loss"]) or not math.isfinite(record["value"]):
             problem = f"step {self.state.step}: the loss on the development rows is {record['loss']}"
             raise DivergenceError(problem, remedy=_REMEDY, code="evaluation-not-finite")
@@ -254,8 +254,8 @@ def loss_has_risen(progress: TrainingProgress, ratio: float) -> str:
 
 def _is_evaluation_due(step: int, settings: TrainingSettings) -> bool:
     """Whether to evaluate after this many steps; True after the last step."""
-    every = settings.evaluate_every
-    return step == settings.steps or step in settings.evaluate_at or bool(every and step % every == 0)
+    every = settings.eval_steps
+    return step == settings.steps or step in settings.eval_at or bool(every and step % every == 0)
 
 
 def _describe_not_finite(measurement: Measurement, step: int) -> str:

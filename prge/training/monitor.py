@@ -34,7 +34,7 @@ class RunMonitor:
     Args:
         settings: settings of the run.
         taken: number of steps that earlier processes took.
-        rows: returns the number of rows computed in a number of steps.
+        forward_passes: returns the forward passes of a number of steps.
         describe: returns the caller's fields of the blocks `run` and `train` of run.json.
     """
 
@@ -42,12 +42,12 @@ class RunMonitor:
         self,
         settings: TrainingFlags,
         taken: int,
-        rows: Callable[[int], int],
+        forward_passes: Callable[[int], int],
         describe: Callable[[], tuple[Record, Record]],
     ) -> None:
         self.settings = settings
         self.steps = taken
-        self.rows = rows
+        self.forward_passes = forward_passes
         self.describe = describe
         self.stopped = False
         self.summary_facts: Record = {}
@@ -128,9 +128,9 @@ class RunMonitor:
         """Write the metrics of journaled steps and evaluations that an earlier process didn't write."""
         for record in journal.records:
             with journal.reading(record):
-                if record["kind"] == "step" and ("step", record["step"] + 1) not in self._written:
+                if record["type"] == "step" and ("step", record["step"] + 1) not in self._written:
                     self._write_step(record, None)
-                elif record["kind"] == "evaluation":
+                elif record["type"] == "evaluation":
                     self._write_evaluation(record)
 
     def on_step(self, record: Record, measurement: Measurement | None) -> None:
@@ -207,7 +207,7 @@ class RunMonitor:
     def _write(self, event: str, step: int, figures: Record) -> None:
         if (event, step) not in self._written:
             counts = {
-                "rows": self.rows(step),
+                "forward_passes": self.forward_passes(step),
                 "seconds": self.seconds,
                 "evaluation_seconds": self._evaluation_seconds,
             }
@@ -237,7 +237,7 @@ class RunMonitor:
                 "seconds": self._earlier_seconds if self._memory else self.seconds,
                 "evaluation_seconds": self._evaluation_seconds,
                 "paused_seconds": self._paused,
-                "rows": self.rows(self.steps),
+                "forward_passes": self.forward_passes(self.steps),
                 "largest_tangent": self._largest_tangent,
                 "last_evaluation": _evaluation(self.newest) or None,
                 "last_value": self.newest.get("value"),
@@ -320,4 +320,6 @@ def _gradient_size(record: Record, measurement: Measurement | None) -> Record:
         if gradient is None:
             gradient = decode_array(record["gradient"])
         return {"gradient_norm": float(np.linalg.norm(gradient))}
-    return {"scalar_deviation": float(np.std(record["scalars"]))} if "scalars" in record else {}
+    if "projected_gradients" in record:
+        return {"projected_gradient_std": float(np.std(record["projected_gradients"]))}
+    return {}

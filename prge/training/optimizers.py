@@ -147,16 +147,16 @@ def default_warmup_steps(steps: int) -> int:
     return min(max(round(_WARMUP_SHARE * steps), _MIN_WARMUP), int(_MAX_WARMUP_SHARE * steps))
 
 
-def schedule(name: ScheduleName, peak: float, steps: int, warmup: int = 0) -> Callable[[int], float]:
+def schedule(name: ScheduleName, peak: float, steps: int, warmup_steps: int = 0) -> Callable[[int], float]:
     """Returns a function from a step, counted from 0, to its learning rate.
 
     The learning rate rises linearly to `peak` during the warm-up, and then stays constant or falls to 0.
     """
 
     def rate(step: int) -> float:
-        if step < warmup:
-            return peak * (step + 1) / warmup
-        progress = (step - warmup) / max(steps - warmup, 1)
+        if step < warmup_steps:
+            return peak * (step + 1) / warmup_steps
+        progress = (step - warmup_steps) / max(steps - warmup_steps, 1)
         if name == "linear":
             return peak * (1 - progress)
         if name == "cosine":

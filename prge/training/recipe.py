@@ -107,21 +107,21 @@ class Recipe(RunFlags):
         return TrainingState(adapter, optimizer, heads.head, head_optimizer, heads.cross_fitted)
 
     def new_optimizer(self, modules: Sequence[AdaptedModule]) -> Optimizer:
-        """Construct the optimizer of an adapter; raises ValueError if `optimizer` or `beta2` isn't set."""
-        if self.optimizer is None or self.beta2 is None:
-            raise ValueError("optimizer or beta2 is not set")
+        """Construct the optimizer of an adapter; raises ValueError if its name or `adam_beta2` isn't set."""
+        if self.optimizer is None or self.adam_beta2 is None:
+            raise ValueError("optimizer or adam_beta2 is not set")
         optimizer = make_optimizer(
             self.optimizer,
             adapter_size(modules),
             self.momentum,
             self.momentum,
-            self.beta2,
+            self.adam_beta2,
             self.weight_decay,
         )
-        if self.lora_plus == 1:
+        if self.loraplus_lr_ratio == 1:
             return optimizer
         trained = matrices(modules)
-        ratios = (self.lora_plus if matrix.letter == "b" else 1.0 for matrix in trained)
+        ratios = (self.loraplus_lr_ratio if matrix.letter == "b" else 1.0 for matrix in trained)
         rates = [np.full(matrix.size, ratio) for matrix, ratio in zip(trained, ratios, strict=True)]
         return PerValueRates(optimizer, np.concatenate(rates).astype(np.float32))
 
@@ -131,6 +131,7 @@ class Recipe(RunFlags):
         if self.head_learning_rate:
             peaks["head_learning_rate"] = self.head_learning_rate
         rates = {
-            name: schedule(self.schedule, peak, self.steps, self.warmup_steps) for name, peak in peaks.items()
+            name: schedule(self.lr_scheduler_type, peak, self.steps, self.resolved_warmup_steps)
+            for name, peak in peaks.items()
         }
         return lambda step: {name: rate(step) for name, rate in rates.items()}

@@ -113,7 +113,7 @@ def open_session(
         estimator=store.estimator(recipe),
         learning_rates=recipe.learning_rates(),
         state=store.resume(recipe.new_state(data.adapter, data.heads)),
-        settings=recipe.loop_settings(checkpoint_every=store.checkpoint_every, until=until),
+        settings=recipe.loop_settings(save_steps=store.save_steps, until=until),
         journal=store.journal,
         save_state=store.save,
         evaluate_state=evaluate_state if data.dev else None,

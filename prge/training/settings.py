@@ -35,10 +35,8 @@ class RowsFlags:
     """Renames columns of the rows, such as prompt=question completion=answer."""
     control_tokens: ControlTokens = "special"
     """Where control tokens that are written out in rows, such as <|im_end|>, are read as control tokens and
-    not as
-    plain characters. special: in texts, prompts and completions, not in messages; prompt: only in prompts;
-        all: also
-    in messages; text: nowhere. Their number is reported."""
+    not as plain characters. special: in texts, prompts and completions, not in messages; prompt: only in
+    prompts; all: also in messages; text: nowhere. Their number is reported."""
     date: Day | None = None
     """Date that chat templates get as today's; default: the date of the run that is resumed or evaluated,
     else today."""
@@ -88,9 +86,9 @@ class LearningRateFlags:
 
     learning_rate: float = 3e-3
     """Peak learning rate."""
-    schedule: ScheduleName = "cosine"
+    lr_scheduler_type: ScheduleName = "cosine"
     """Schedule of the learning rate after the warm-up."""
-    warmup: int | None = None
+    warmup_steps: int | None = None
     """Steps of linear warm-up; default: a tenth of all steps, at least 8 and at most a third."""
 
 
@@ -102,12 +100,12 @@ class OptimizerFlags:
     """sgd, momentum or adam. Default: adam."""
     momentum: float = 0.9
     """Coefficient of momentum, and beta1 of adam."""
-    beta2: float | None = None
+    adam_beta2: float | None = None
     """beta2 of adam; default: 0.98 with exact gradients, else 0.999."""
     weight_decay: float = 0.0
     """Decoupled weight decay, as in AdamW, of all trained matrices: before each update, the values are
     multiplied by 1 - learning rate * weight decay."""
-    lora_plus: float = 1.0
+    loraplus_lr_ratio: float = 1.0
     """Bundles of `--adapter lora`: ratio of lora_b's learning rate to lora_a's, such as 16 (LoRA+)."""
 
 
@@ -134,9 +132,9 @@ class TrainingLoopFlags(OverflowFlags, LearningRateFlags):
     max_dropped: float = 0.05
     """Largest share of target tokens that may be lost because rows are too long."""
 
-    evaluate_every: int = 100
+    eval_steps: int = 100
     """Steps between evaluations on development rows; 0: only after the last step."""
-    evaluate_at: list[int] = field(default_factory=list)
+    eval_at: list[int] = field(default_factory=list)
     """Further steps to evaluate after, such as 1 2 4 8 16; 0: before the first step."""
     select: Literal["metric", "loss"] = "metric"
     """What the best step is selected by: the task's metric (perplexity without a task), or the loss."""
@@ -150,18 +148,18 @@ class TrainingLoopFlags(OverflowFlags, LearningRateFlags):
     head."""
 
     @property
-    def warmup_steps(self) -> int:
+    def resolved_warmup_steps(self) -> int:
         """Number of warm-up steps."""
-        return default_warmup_steps(self.steps) if self.warmup is None else self.warmup
+        return default_warmup_steps(self.steps) if self.warmup_steps is None else self.warmup_steps
 
-    def loop_settings(self, *, checkpoint_every: int, until: int | None = None) -> TrainingSettings:
+    def loop_settings(self, *, save_steps: int, until: int | None = None) -> TrainingSettings:
         """Returns the settings of the training loop, which stops after `until` steps if that is given."""
         return TrainingSettings(
             steps=self.steps if until is None else until,
             seed=self.seed,
-            evaluate_every=self.evaluate_every,
-            evaluate_at=self.evaluate_at,
-            checkpoint_every=checkpoint_every,
+            eval_steps=self.eval_steps,
+            eval_at=self.eval_at,
+            save_steps=save_steps,
             patience=self.patience,
             divergence_ratio=self.divergence_ratio,
         )
@@ -182,7 +180,7 @@ class TrainingFlags(TrainingLoopFlags, ExampleFlags):
     """Development rows, evaluated during training; the best step becomes the result. Of a folder, the file
     valid is read; of a data set, the split validation."""
 
-    checkpoint_every: int = 100
+    save_steps: int = 100
     """Steps between checkpoints; 0: none."""
     quiet: bool = False
     """Don't print progress."""
@@ -196,14 +194,14 @@ class TrainingFlags(TrainingLoopFlags, ExampleFlags):
         problems = bound_problems(self)
         if steps is not None:
             problems += [
-                f"--evaluate-at has {step}, there are only {steps} --steps"
-                for step in self.evaluate_at
+                f"--eval-at has {step}, there are only {steps} --steps"
+                for step in self.eval_at
                 if step > steps
             ]
         if self.head_folds == 1:
             problems.append(f"--head-folds is {self.head_folds}, must be 0 or at least 2")
-        if steps is not None and self.warmup is not None and self.warmup > steps:
-            problems.append(f"--warmup is {self.warmup}, --steps only {steps}")
+        if steps is not None and self.warmup_steps is not None and self.warmup_steps > steps:
+            problems.append(f"--warmup-steps is {self.warmup_steps}, --steps only {steps}")
         if self.patience and not self.dev:
             problems.append("--patience needs --dev rows to judge by")
         return problems

@@ -30,7 +30,7 @@ class Store(Protocol):
         ...
 
     @property
-    def checkpoint_every(self) -> int:
+    def save_steps(self) -> int:
         """Steps between checkpoints; 0: none."""
         ...
 
@@ -55,14 +55,14 @@ class RunStore:
         folder: the run folder, with `checkpoints/` and `final/`.
         journal: the run's journal.
         template: PEFT folder of the bundle's adapter.
-        checkpoint_every: steps between checkpoints; 0: none.
+        save_steps: steps between checkpoints; 0: none.
         keep_gradients: whether the journal keeps the gradients of steps before the newest checkpoint.
     """
 
     folder: Path
     journal: Journal
     template: Path
-    checkpoint_every: int
+    save_steps: int
     keep_gradients: bool = False
 
     def begin(self, identity: Record, config: str, *, date: str | None, may_change: bool) -> None:
@@ -113,7 +113,7 @@ class RunStore:
             write_settings(self.folder / CONFIG, config)
         if changed:
             self.journal.append(
-                {"kind": CHANGE, "step": self.journal.steps, "settings": identity["settings"]}
+                {"type": CHANGE, "step": self.journal.steps, "settings": identity["settings"]}
             )
 
     def estimator(self, recipe: Recipe) -> Estimator:
@@ -127,9 +127,7 @@ class RunStore:
 
     def save(self, state: TrainingState) -> None:
         """See Store; checkpoints that are no longer needed are removed."""
-        keep_state(
-            self.folder, state, self.template, self.journal, self.checkpoint_every, self.keep_gradients
-        )
+        keep_state(self.folder, state, self.template, self.journal, self.save_steps, self.keep_gradients)
 
     def write_result(self, state: TrainingState) -> Path:
         """Write the adapter of the best step to `final/`; return that folder."""
@@ -140,7 +138,7 @@ class RunStore:
 
 def settings_records(journal: Journal) -> list[Record]:
     """Returns the records of a journal that hold settings: the start and all changes."""
-    return [record for record in journal.records if record["kind"] in ("start", CHANGE)]
+    return [record for record in journal.records if record["type"] in ("start", CHANGE)]
 
 
 def load_estimator(journal: Journal) -> Estimator:

@@ -293,7 +293,7 @@ def _streams(workshop: Workshop, random: Random, folder: Path) -> list[Case]:
 
 def _full_disk(workshop: Workshop, random: Random, folder: Path) -> list[Case]:
     """A disk that becomes full: the run must report it, and resume when there is room."""
-    arguments = [*_run(workshop, folder, "--checkpoint-every", 1), "--steps", 6]
+    arguments = [*_run(workshop, folder, "--save-steps", 1), "--steps", 6]
     whole = run_prge([*arguments, "--out", folder / "whole"])
     small = random.choice([0, random.randrange(20_000), random.randrange(4000)])
     out = folder / "disk" / "out"
@@ -365,7 +365,7 @@ def _bad_paths(workshop: Workshop, random: Random, folder: Path) -> Input:
 
 def _two_at_once(workshop: Workshop, random: Random, folder: Path) -> list[Case]:
     """Two processes that start or resume the same run: one gets it, the other is refused."""
-    arguments = [*_run(workshop, folder), "--steps", 12, "--checkpoint-every", 1]
+    arguments = [*_run(workshop, folder), "--steps", 12, "--save-steps", 1]
     resume = ["run", "--resume", folder / "out"]
     result, resumed = (
         [child.wait() for child in [Child(each, _LIMITS) for _ in range(2)]] for each in (arguments, resume)

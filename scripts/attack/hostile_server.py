@@ -45,11 +45,11 @@ LIMITS = Limits(seconds=300, processor_seconds=600, memory=None)
 MAX_MEMORY = 250 << 20
 PLANS: Sequence[dict[str, Any]] = (
     {},
-    {"share_directions": True, "clip": 1.0, "noise": 2.0},
-    {"share_directions": True, "clip": 1.0, "noise": 2.0, "unit": "owner"},
-    {"estimator": "antithetic", "examples": 1, "clip": 0.1, "noise": 1.0},
+    {"share_directions": True, "max_grad_norm": 1.0, "noise": 2.0},
+    {"share_directions": True, "max_grad_norm": 1.0, "noise": 2.0, "unit": "owner"},
+    {"estimator": "antithetic", "examples": 1, "max_grad_norm": 0.1, "noise": 1.0},
     {"estimator": "exact", "optimizer": "sgd"},
-    {"estimator": "exact", "clip": 1e-3, "noise": 8.0},
+    {"estimator": "exact", "max_grad_norm": 1e-3, "noise": 8.0},
 )
 
 
@@ -212,10 +212,10 @@ def _plan(server: Server) -> RoundTask:
     """Return a task with an invalid or excessive agreement."""
     content_fields = json.loads(server.agreement.content)
     lies: list[dict[str, Any]] = [
-        *({"noise": noise, "clip": 1.0} for noise in (1e-200, 1e300, "2", None)),
-        *({"noise": 1.0, "clip": clip} for clip in (0.0, 1e-300, 1e30, -1.0)),
+        *({"noise": noise, "max_grad_norm": 1.0} for noise in (1e-200, 1e300, "2", None)),
+        *({"noise": 1.0, "max_grad_norm": max_grad_norm} for max_grad_norm in (0.0, 1e-300, 1e30, -1.0)),
         *({"local_steps": count} for count in (0, 10**7, 2**70, "9")),
-        *({"noise": 1.0, "clip": 1.0, "delta": delta} for delta in (0.0, 1.0, 2)),
+        *({"noise": 1.0, "max_grad_norm": 1.0, "delta": delta} for delta in (0.0, 1.0, 2)),
         *({"estimator": "all"}, {"unit": "none"}, {"seed": -1}, {"more": 1}, {"learning_rate": 1e400}),
     ]
     content_fields["plan"].update(server.random.choice(lies))
@@ -340,7 +340,7 @@ def _judge_lie(server: Server, name: str) -> Case:
     seen.add(content)
     with Journal(server.folder / LEDGER, writable=False) as journal:
         begun = [
-            (each["agreement"], each["round"]) for each in journal.records if each["kind"] == BEGUN
+            (each["agreement"], each["round"]) for each in journal.records if each["type"] == BEGUN
         ].count((reply.sha256.hex(), reply.number))
     if len(seen) > 1 or begun != 1:
         return Case(name, Verdict.DIFFERENT, tail=f"{len(seen)} answers, {begun} lines")

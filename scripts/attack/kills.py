@@ -165,7 +165,9 @@ def run_artifacts(run: Path) -> dict[str, object]:
     if (run / "journal.jsonl").is_file():
         artifacts["journal.jsonl"] = (run / "journal.jsonl").read_bytes()
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    artifacts["counts of metrics.jsonl"] = sorted((r["event"], r["step"], r["rows"]) for r in metrics)
+    artifacts["counts of metrics.jsonl"] = sorted(
+        (r["event"], r["step"], r["forward_passes"]) for r in metrics
+    )
     summary = json.loads((run / "run.json").read_text())
     artifacts["counts of run.json"] = [summary["train"][name] for name in ("steps", "rows", "trained_values")]
     artifacts["status"] = summary["run"]["status"]

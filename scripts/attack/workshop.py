@@ -124,9 +124,9 @@ class Bench:
         arguments += [
             "--steps",
             STEPS,
-            "--evaluate-every",
+            "--eval-steps",
             4,
-            "--checkpoint-every",
+            "--save-steps",
             3,
             "--learning-rate",
             "0.01",
@@ -166,7 +166,7 @@ def unmount_disk(folder: Path) -> None:
 def count_steps(run: Path) -> int:
     """Return the number of steps in a run's journal."""
     journal = run / "journal.jsonl"
-    return journal.read_bytes().count(b'{"kind":"step"') if journal.is_file() else 0
+    return journal.read_bytes().count(b'{"type":"step"') if journal.is_file() else 0
 
 
 def open_workshop(folder: Path, bundle_types: Sequence[str] = tuple(BUNDLE_TYPES)) -> Workshop:

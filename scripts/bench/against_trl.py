@@ -162,8 +162,8 @@ def engine_steps(
         **{
             "optimizer": "sgd",
             "learning-rate": RATES.get(objective, RATE),
-            "schedule": "constant",
-            "warmup": 0,
+            "lr_scheduler_type": "constant",
+            "warmup_steps": 0,
         },
         **({} if objective == "completion" else {"beta": BETA}),
     }

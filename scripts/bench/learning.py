@@ -118,7 +118,7 @@ def serving(bundle: Path, threads: int, *arguments: object) -> Iterator[Served]:
 
 def count_steps(journal: Path) -> int:
     """Return the number of steps in a round's journal."""
-    return journal.read_bytes().count(b'"kind":"step"') if journal.is_file() else 0
+    return journal.read_bytes().count(b'"type":"step"') if journal.is_file() else 0
 
 
 def measure(
@@ -192,7 +192,7 @@ def _measure_run(bundle: Path, rows: Path, threads: int, steps: int, out: Path) 
         "--threads",
         threads,
     ]
-    run_verb("run", *arguments, "--evaluate-every", 0, "--out", out, "--quiet", quiet=True)
+    run_verb("run", *arguments, "--eval-steps", 0, "--out", out, "--quiet", quiet=True)
     return steps / float(read_json(out / "run.json")["train"]["seconds"])
 
 

@@ -62,7 +62,7 @@ REPEATS, DELTA = 100, 1e-5
 # With such a small clip bound, every example's part is clipped to it.
 PLAN: Mapping[str, Any] = {
     **{"rounds": 10_000, "examples": 4, "local_steps": 1, "queries": 4, "share_directions": True},
-    **{"clip": 1e-4, "noise": 2.0, "delta": DELTA, "optimizer": "sgd", "learning_rate": 1.0},
+    **{"max_grad_norm": 1e-4, "noise": 2.0, "delta": DELTA, "optimizer": "sgd", "learning_rate": 1.0},
 }
 RESULT_TYPES: Mapping[str, Mapping[str, Any]] = {"scalars": {}, "changes": {"estimator": "exact"}}
 

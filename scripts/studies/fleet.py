@@ -36,32 +36,32 @@ ADAPTERS: Mapping[str, Settings] = {
     # Few parameters with much of the gradient: the first principal direction of one layer.
     "sst2": {"target_modules": r"encoder\.layer\.2\.attention\.self\.value"},
 }
-FLEET: Settings = {"devices": DEVICES, "schedule": "cosine"}
+FLEET: Settings = {"devices": DEVICES, "lr_scheduler_type": "cosine"}
 UNEVEN: Settings = {**FLEET, "partition": "dirichlet:0.3", "per_round": 10}
 PROJECTED_GRADIENTS: Settings = {
     **UNEVEN,
     "estimator": "tangent",
     "local_steps": 1,
     "examples": 20,
-    "clip": 0.1,
+    "max_grad_norm": 0.1,
 }
 CHANGES: Settings = {**UNEVEN, "estimator": "exact", "local_steps": 5, "examples": 4, "rounds": 20}
 PRIVATE: Settings = {
     **{**FLEET, "per_round": DEVICES, "partition": "even", "rounds": 8, "local_steps": 1},
-    **{"examples": ROWS // DEVICES, "clip": 0.1, "evaluate_every": 1},
+    **{"examples": ROWS // DEVICES, "max_grad_norm": 0.1, "eval_steps": 1},
 }
 ONE_MACHINE: Settings = {
-    **{"estimator": "exact", "steps": 200, "batch_size": 20, "evaluate_every": 20},
-    **{"beta2": 0.98, "schedule": "cosine"},
+    **{"estimator": "exact", "steps": 200, "batch_size": 20, "eval_steps": 20},
+    **{"adam_beta2": 0.98, "lr_scheduler_type": "cosine"},
 }
 # Settings, and the rates to try with the first seed; with noise at the largest epsilon.
 ARMS: Mapping[str, tuple[Settings, Sequence[float]]] = {
-    "scalars, q 4": ({**PROJECTED_GRADIENTS, "queries": 4, "rounds": 80, "evaluate_every": 8}, (4e-2, 1e-2)),
+    "scalars, q 4": ({**PROJECTED_GRADIENTS, "queries": 4, "rounds": 80, "eval_steps": 8}, (4e-2, 1e-2)),
     "scalars, q 16": (
-        {**PROJECTED_GRADIENTS, "queries": 16, "rounds": 40, "evaluate_every": 4},
+        {**PROJECTED_GRADIENTS, "queries": 16, "rounds": 40, "eval_steps": 4},
         (4e-2, 1e-2),
     ),
-    "FedAvg": ({**CHANGES, "evaluate_every": 2}, (1e-2, 3e-2)),
+    "FedAvg": ({**CHANGES, "eval_steps": 2}, (1e-2, 3e-2)),
     "one place": (ONE_MACHINE, (1e-2, 3e-2)),
     "private scalars": ({**PRIVATE, "queries": 16, "share_directions": True}, (1e-2, 4e-2)),
     "private changes": ({**PRIVATE, "estimator": "exact", "optimizer": "sgd"}, (10.0, 3.0)),

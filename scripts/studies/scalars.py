@@ -69,7 +69,7 @@ def study(arguments: argparse.Namespace) -> dict[str, Any]:
     }
     return {
         "quantization": bundle.quantization,
-        "scalars": reference.size,
+        "projected_gradients": reference.size,
         "differences": {name: {"r": each.r, "slope": each.scale} for name, each in agreements.items()},
     }
 

@@ -24,12 +24,15 @@ from prge.data.readers.files import Selection, read_rows, select_rows
 ROWS = 1000
 # The layer whose gradient agrees most between training and development rows.
 TARGET = "layer.2.attention.self.value"
-ADAPTER = {"target_modules": TARGET, "rank": 1, "alpha": 2, "init": "eva"}
+ADAPTER = {"target_modules": TARGET, "rank": 1, "lora_alpha": 2, "init": "eva"}
 STEP = {"queries": 16, "batch_size": 1}
 ROWS_OF_A_STEP = {"tangent": 17, "antithetic": 32}
 # Chosen on development rows with seed 42.
-COMMON = {"optimizer": "adam", "schedule": "linear"}
-TRAINING: dict[str, dict[str, Any]] = {"tangent": {"clip": 1.0}, "antithetic": {"clip": 1.0, "epsilon": 1e-2}}
+COMMON = {"optimizer": "adam", "lr_scheduler_type": "linear"}
+TRAINING: dict[str, dict[str, Any]] = {
+    "tangent": {"max_grad_norm": 1.0},
+    "antithetic": {"max_grad_norm": 1.0, "epsilon": 1e-2},
+}
 LENGTH = 64
 FIGURES = ("dev_accuracy", "dev_loss", "test_accuracy", "test_loss")
 FILES = {"dev": "dev.tsv", "test": "test-labeled.tsv"}
@@ -118,8 +121,8 @@ class Study:
     def _baseline(self, seed: int, rate: float, *splits: str) -> dict[str, Any]:
         epoch = -(-ROWS // BACKPROP_BATCH)
         settings: dict[str, Any] = {
-            **{"steps": BACKPROP_EPOCHS * epoch, "evaluate_every": epoch, "select": "loss"},
-            **{"batch_size": BACKPROP_BATCH, "learning_rate": rate, "schedule": "linear"},
+            **{"steps": BACKPROP_EPOCHS * epoch, "eval_steps": epoch, "select": "loss"},
+            **{"batch_size": BACKPROP_BATCH, "learning_rate": rate, "lr_scheduler_type": "linear"},
             **{"model": self.arguments.model, "bundle": self._bundle("fp32", seed)},
             **{split: self.data / FILES[split] for split in splits},
         }

@@ -36,7 +36,7 @@ BEFORE = "base"
 # babyllama was trained with a begin-of-sequence token, which its tokenizer doesn't add.
 SHAPE: dict[str, Any] = {"target_modules": "all-linear", "prepend_bos": "always", "quantize": "8da4w"}
 # The rate was chosen on development rows with seed 42, for each estimator.
-SETTINGS: dict[str, Any] = {"steps": 600, "schedule": "linear", "learning_rate": 3e-3}
+SETTINGS: dict[str, Any] = {"steps": 600, "lr_scheduler_type": "linear", "learning_rate": 3e-3}
 ESTIMATORS = ["exact", "tangent", "antithetic"]
 
 
@@ -115,7 +115,7 @@ def costs(run: Path) -> dict[str, Any]:
     """Return the seconds of a run with its evaluations, and its peak memory."""
     summary = training_summary(run)
     memory = summary["memory"]["peak_bytes"] / 1e6
-    return {"rows": summary["rows"], "seconds": summary["seconds"], "memory_mb": memory}
+    return {"forward_passes": summary["forward_passes"], "seconds": summary["seconds"], "memory_mb": memory}
 
 
 if __name__ == "__main__":

@@ -181,7 +181,10 @@ def tune(folder: Path, **flags: Any) -> dict[str, Any]:
 def pytorch_settings(tuned: Path, result: dict[str, Any]) -> dict[str, Any]:
     """Return the settings that a PyTorch run shares with the final run of `prge tune`."""
     settings = yaml.safe_load((tuned / "run" / "config.yaml").read_text(encoding="utf-8"))
-    shared_names = ("steps", "warmup", "schedule", "beta2", "select", "evaluate_every", "dev_limit")
+    shared_names = (
+        *("steps", "warmup_steps", "lr_scheduler_type", "adam_beta2"),
+        *("select", "eval_steps", "dev_limit"),
+    )
     files = {split: tuned / "rows" / f"{split}.jsonl" for split in ("train", "dev", "test")}
     size = result["chosen"]["batch_size"]["value"]
     common_flags = {name: settings[name] for name in shared_names}

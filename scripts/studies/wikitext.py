@@ -31,22 +31,22 @@ FIGURES = ("before", "after", "dev", "seconds")
 
 TRAIN_PASSAGES, DEV_PASSAGES, DEV_LIMIT = 800, 100, 20
 SHAPE: dict[str, Any] = {"sequence-length": 64, "prepend-bos": "always", "roles": ["forward", "jvp"]}
-ADAPTER: dict[str, Any] = {"target-modules": "all-linear", "rank": 1, "alpha": 2, "init": "eva"}
+ADAPTER: dict[str, Any] = {"target-modules": "all-linear", "rank": 1, "lora-alpha": 2, "init": "eva"}
 # Chosen on development rows with seed 42, of 8 queries for 2 windows and 16 for one, at 2e-3, 3e-3 and 5e-3.
 STEP: dict[str, dict[str, Any]] = {
     "tangent": {"queries": 16, "batch-size": 1},
     "antithetic": {"queries": 8, "batch-size": 2, "epsilon": 1e-2},
 }
 ROWS_OF_A_STEP = {"tangent": 17, "antithetic": 32}
-COMMON = {"optimizer": "adam", "schedule": "linear", "learning-rate": 3e-3}
+COMMON = {"optimizer": "adam", "lr-scheduler-type": "linear", "learning-rate": 3e-3}
 POINTS = 8
 BACKPROP: dict[str, Any] = {
     "method": "backprop-lora-fa",
     "batch_size": 16,
     "optimizer": "adam",
-    "schedule": "linear",
+    "lr_scheduler_type": "linear",
     "learning_rate": 1e-2,
-    "evaluate_every": 100,
+    "eval_steps": 100,
     "steps": 500,
 }
 
@@ -109,8 +109,8 @@ class Study:
         steps = self.arguments.rows // ROWS_OF_A_STEP[estimator]
         flags: dict[str, Any] = {
             "steps": steps,
-            "evaluate-every": steps // POINTS,
-            "checkpoint-every": steps // POINTS,
+            "eval-steps": steps // POINTS,
+            "save-steps": steps // POINTS,
         }
         flags |= {"estimator": estimator, "seed": seed, **self.rows, **COMMON, **STEP[estimator]}
         bundle = self._bundle(scheme)

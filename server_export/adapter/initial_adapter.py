@@ -114,7 +114,7 @@ def start_adapter(
         had_conv1d,
         parameters,
         trains_a=config.adapter == "lora",
-        use_rslora=config.rs_lora if start is None else bool(start.config.get("use_rslora")),
+        use_rslora=config.use_rslora if start is None else bool(start.config.get("use_rslora")),
     )
 
 
@@ -144,7 +144,7 @@ def _adapted_layers(
     if outline.part_of is not None:
         # PEFT matches suffixes, which would also select layers of the other parts.
         targets = names
-    return config.rank, config.alpha, targets, {name: name for name in names}
+    return config.rank, config.lora_alpha, targets, {name: name for name in names}
 
 
 def _matrices(

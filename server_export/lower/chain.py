@@ -63,7 +63,7 @@ def lower_chain(
     Args:
         chain: the model's blocks.
         folder: folder of the bundle.
-        roles: names in prge.formats.chain.ROLES; `forward` is always included.
+        roles: names in prge.formats.signatures.ROLES; `forward` is always included.
         bounds: largest sizes of one call.
         log: called with a line of text when a program is written.
         cache: cache of programs; None: lower all block types.

@@ -29,8 +29,9 @@ _WHAT = {
 }
 # Settings of a run that a card shows; others name files of the user, or don't affect the result.
 _SETTINGS = (
-    *("steps", "seed", "learning_rate", "schedule", "warmup", "optimizer", "momentum", "beta2"),
-    *("weight_decay", "batch_size", "calls", "loss_normalisation", "clip", "patience"),
+    *("steps", "seed", "learning_rate", "lr_scheduler_type", "warmup_steps"),
+    *("optimizer", "momentum", "adam_beta2"),
+    *("weight_decay", "batch_size", "calls", "loss_normalisation", "max_grad_norm", "patience"),
     *("head_learning_rate", "head_folds"),
 )
 
@@ -139,7 +140,7 @@ def _training(run: Mapping[str, Any], step: int | None) -> Iterator[str]:
         amounts.append(f"{steps:,} steps" + (f" on {rows:,} training examples" if rows else ""))
         if step is not None and step != steps:
             amounts[-1] += f", of which the adapter is that after step {step:,}"
-    if computed := _whole(train.get("rows")):
+    if computed := _whole(train.get("forward_passes")):
         amounts.append(f"{computed:,} sequences computed, where a backward pass counts as two")
     scheme = mapping(block.get("quantization")).get("scheme")
     if isinstance(scheme, str):

@@ -35,13 +35,13 @@ class BuiltProgram:
     """A program whose outputs were compared with the model's.
 
     Attributes:
-        kind: `inference` or `llm`.
+        program_type: `inference` or `llm`.
         facts: further entries of the manifest.
         quantization: quantization of the weights.
         checks: differences and tolerances.
     """
 
-    kind: str
+    program_type: str
     facts: Mapping[str, Any]
     quantization: QuantizationReport
     checks: Mapping[str, float]
@@ -50,7 +50,7 @@ class BuiltProgram:
         """Return the program's part of the manifest."""
         return {
             "format": _FORMAT,
-            "kind": self.kind,
+            "type": self.program_type,
             **self.facts,
             "quantization": self.quantization.to_json(),
             "verification": {**self.checks, "rows": ROWS},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from prge.cli.bounds import bound_problems
 from prge.cli.inputs import AdapterInput, BundleInput
@@ -16,6 +16,8 @@ Weights = Literal["trained", "original"]
 @dataclass(frozen=True)
 class PublishConfig:
     """Publish a trained adapter for PEFT or llama.cpp, as a merged model, or as a program for ExecuTorch."""
+
+    EXAMPLE: ClassVar = "run --out published --format merged"
 
     source: AdapterInput
     """Folder of a run or of `prge tune`, checkpoint or PEFT folder with the trained adapter."""

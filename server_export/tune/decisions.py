@@ -286,7 +286,7 @@ def steps_in(minutes: float, spent: float, pace: Pace, most: Decision, searched:
     ]
 
 
-def evaluate_every(count: int) -> int:
+def eval_steps(count: int) -> int:
     """Return the number of steps between evaluations."""
     return math.ceil(count / _EVALUATIONS)
 

@@ -29,6 +29,7 @@ class TuneSettings(ObjectiveFlags, ExampleFlags):
     Settings that you leave out are decided from measurements.
     """
 
+    EXAMPLE: ClassVar = "rows.jsonl --model HuggingFaceTB/SmolLM2-135M-Instruct --out tuned"
     ONE_OF: ClassVar = (("model", "bundle"),)
     STORED: ClassVar = CONFIG
 

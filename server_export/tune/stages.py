@@ -345,9 +345,7 @@ class _Tuning:
         name = f"search/{rate:.4g}-{steps}"
         begin, is_done = time.perf_counter(), status_of(self._settings.out / name) in ENDED
         samples = self._samples() if (rate, steps) == first else {}
-        summary = self._run(
-            name, learning_rate=rate, steps=steps, evaluate_every=steps, is_short=True, **samples
-        )
+        summary = self._run(name, learning_rate=rate, steps=steps, eval_steps=steps, is_short=True, **samples)
         train = summary["train"]
         evaluation = train["last_evaluation"] or {}
         is_complete = summary["run"]["status"] == "completed" and evaluation.get("step") == steps
@@ -382,13 +380,13 @@ class _Tuning:
             PrgeError: the run diverged.
         """
         count, rate = self._record.value("steps"), self._record.value("learning_rate")
-        every = decisions.evaluate_every(count)
+        every = decisions.eval_steps(count)
         summary = self._run(
             "run",
             learning_rate=rate,
             steps=count,
-            evaluate_every=every,
-            checkpoint_every=every,
+            eval_steps=every,
+            save_steps=every,
             sample_every=3 * every,
             **self._samples(),
         )
@@ -442,7 +440,7 @@ class _Tuning:
             "select": "loss",
             "seed": self._settings.seed,
             "threads": self._settings.threads,
-            "evaluate_every": 0,
+            "eval_steps": 0,
         }
 
     def publish(self) -> None:

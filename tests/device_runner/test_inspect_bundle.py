@@ -10,9 +10,11 @@ import pytest
 from device_runner.inspect_bundle import inspect, main
 from prge.errors import BundleError
 from prge.formats.bundle import ADAPTER, open_bundle
+from prge.formats.chain import Chain
+from prge.formats.format3 import chain_of_format_3
 from prge.training.costs import LayerShape, ModelSizes
 from prge.training.estimators.table import ESTIMATORS
-from tests.bundles import make_bundle, make_small_chain
+from tests.bundles import make_bundle, make_small_chain, read_manifest, write_manifest
 from tests.refusals import raises
 
 
@@ -23,9 +25,9 @@ def test_text_shows_all_of_the_manifest(tmp_path: Path, capsys: pytest.CaptureFi
     for part in (
         "model_type    llama",
         "3 of 3 types, the lowest adapted block is 1",
-        "stack, tangent, back",
-        "512 B  programs/block.pte  1 block: stack, tangent, back",
-        "512 B  programs/embedding.pte  1 block: stack",
+        "forward, jvp, backward",
+        "512 B  programs/block.pte  1 block: forward, jvp, backward",
+        "512 B  programs/embedding.pte  1 block: forward",
         "3.0 KiB  in all",
         "1.5 KiB  weights/head.ptd, the largest block and the minimum to load at once",
         "copies     8",
@@ -141,3 +143,15 @@ def test_an_encoders_chain_has_a_pooling(tmp_path: Path, capsys: pytest.CaptureF
     assert main([str(folder)]) == 0
     assert "pooling          first" in capsys.readouterr().out
     assert open_bundle(folder).pooling == "first"
+
+
+def test_a_bundle_of_version_0_2_is_shown_with_the_current_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = json.loads((Path(__file__).parents[1] / "prge/formats/chain_of_0_2.json").read_text("utf-8"))
+    folder = make_bundle(tmp_path / "bundle", Chain.from_json(chain_of_format_3(old)))
+    manifest = {**read_manifest(folder), "format": 3, "chain": old}
+    manifest.pop("manifest_sha256")
+    write_manifest(folder, manifest)
+    assert main([str(folder)]) == 0
+    assert "forward, jvp, backward" in capsys.readouterr().out

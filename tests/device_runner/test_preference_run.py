@@ -61,10 +61,10 @@ def settings(device: Device, tmp_path: Path) -> RunSettings:
         out=tmp_path / "run",
         steps=12,
         learning_rate=0.02,
-        schedule="constant",
-        warmup=0,
-        evaluate_every=4,
-        checkpoint_every=5,
+        lr_scheduler_type="constant",
+        warmup_steps=0,
+        eval_steps=4,
+        save_steps=5,
         quiet=True,
     )
 
@@ -240,9 +240,9 @@ def test_a_run_of_an_earlier_version_resumes(settings: RunSettings) -> None:
         ({"gamma": 2.0}, "setting-of-other-objective", "--gamma"),
         ({"objective": "completion", "beta": 1.0}, "setting-of-other-objective", "--beta"),
         (
-            {"clip_examples": 1.0, "batch_size": 1, "estimator": None},
+            {"max_example_grad_norm": 1.0, "batch_size": 1, "estimator": None},
             "clipping-several-sequences",
-            "--clip-examples",
+            "--max-example-grad-norm",
         ),
     ],
 )

@@ -175,7 +175,7 @@ def test_several_runs_are_compared_and_then_described_one_by_one(tmp_path: Path)
     assert [row[0] for row in table(page, "run")[1:]] == ["first", "second"]
     # Two charts of each run, then loss and perplexity of both against steps, rows and seconds.
     assert text.count("<svg ") == 10
-    for axis in ("steps", "rows computed", "seconds"):
+    for axis in ("steps", "forward passes", "seconds"):
         assert f"training loss against {axis}" in text and f"perplexity against {axis}" in text
 
 
@@ -190,9 +190,21 @@ def test_curves_are_written_as_a_picture(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "records",
     [
-        [{"event": "evaluation", "step": 0, "rows": 8, "seconds": 1.0, "loss": 0.7, "accuracy": 0.5}],
-        [{"event": "step", "step": 0, "rows": 8, "seconds": 1.0, "loss": 0.7}],
-        [{"event": "step", "step": n, "rows": n, "seconds": n, "loss": (None, 2.0)[n]} for n in (0, 1)],
+        [
+            {
+                "event": "evaluation",
+                "step": 0,
+                "forward_passes": 8,
+                "seconds": 1.0,
+                "loss": 0.7,
+                "accuracy": 0.5,
+            }
+        ],
+        [{"event": "step", "step": 0, "forward_passes": 8, "seconds": 1.0, "loss": 0.7}],
+        [
+            {"event": "step", "step": n, "forward_passes": n, "seconds": n, "loss": (None, 2.0)[n]}
+            for n in (0, 1)
+        ],
         [{"event": "step", "step": 0, "loss": 0.7}],
     ],
     ids=["evaluation only", "one step", "loss not finite", "no rows or seconds"],

@@ -55,10 +55,10 @@ def settings(device: Device, tmp_path: Path) -> RunSettings:
         steps=STEPS,
         batch_size=EXAMPLES,
         learning_rate=0.02,
-        schedule="constant",
-        warmup=0,
-        evaluate_every=4,
-        checkpoint_every=5,
+        lr_scheduler_type="constant",
+        warmup_steps=0,
+        eval_steps=4,
+        save_steps=5,
         head_folds=4,
         select="loss",
         quiet=True,
@@ -128,7 +128,7 @@ def test_a_run_reports_its_choices_before_and_after_next_to_the_right_ones(
 
 def test_samples_of_rows_without_candidates_are_refused(settings: RunSettings) -> None:
     with raises(ConfigError, "candidates-missing", containing="--sample-rows"):
-        run(replace(settings, dev=None, select="metric", evaluate_every=0, sample_rows=3))
+        run(replace(settings, dev=None, select="metric", eval_steps=0, sample_rows=3))
 
 
 def test_the_journal_has_resolved_settings(settings: RunSettings) -> None:
@@ -138,7 +138,7 @@ def test_the_journal_has_resolved_settings(settings: RunSettings) -> None:
         assert start is not None
         assert (start["settings"]["estimator"], start["settings"]["queries"]) == ("tangent", QUERIES)
         first = journal.step(0)
-        assert first is not None and np.shape(first["scalars"]) == (QUERIES, EXAMPLES)
+        assert first is not None and np.shape(first["projected_gradients"]) == (QUERIES, EXAMPLES)
     stored = parse_settings(RunSettings, ["--resume", str(settings.out)], "prge run")
     assert (stored.estimator, stored.queries) == ("tangent", QUERIES)
 
@@ -146,8 +146,8 @@ def test_the_journal_has_resolved_settings(settings: RunSettings) -> None:
 def test_metrics_count_rows_and_report_the_largest_tangent(settings: RunSettings) -> None:
     run(settings)
     steps = [r for r in _json_lines(settings.out / "metrics.jsonl") if r["event"] == "step"]
-    assert [r["rows"] for r in steps] == [n * EXAMPLES * (1 + QUERIES) for n in range(1, STEPS + 1)]
-    assert all(r["largest_tangent"] > 0 and r["scalar_deviation"] > 0 for r in steps)
+    assert [r["forward_passes"] for r in steps] == [n * EXAMPLES * (1 + QUERIES) for n in range(1, STEPS + 1)]
+    assert all(r["largest_tangent"] > 0 and r["projected_gradient_std"] > 0 for r in steps)
     summary = json.loads((settings.out / "run.json").read_text())
     assert summary["train"]["largest_tangent"] == max(r["largest_tangent"] for r in steps)
 
@@ -243,7 +243,7 @@ def test_the_score_before_training_costs_one_evaluation_which_a_resumed_run_keep
     for at in ([], [0], [0, 6]):
         device.calls_left = 1000
         out = settings.out.with_name(f"run-{len(at)}")
-        run(replace(settings, out=out, evaluate_every=0, evaluate_at=at))
+        run(replace(settings, out=out, eval_steps=0, eval_at=at))
         calls.append(1000 - device.calls_left)
     assert calls[1] - calls[0] == calls[2] - calls[1] > 0
     device.calls_left = calls[1] - 10
@@ -253,7 +253,7 @@ def test_the_score_before_training_costs_one_evaluation_which_a_resumed_run_keep
     run(replace(settings, resume=settings.out, quiet=False))
     table = capsys.readouterr().err
     assert "\nbefore                   0" in table
-    assert sum(r["kind"] == "evaluation" and r["step"] == 0 for r in _journal(settings)) == 1
+    assert sum(r["type"] == "evaluation" and r["step"] == 0 for r in _journal(settings)) == 1
 
 
 def _journal(settings: RunSettings) -> list[dict[str, Any]]:
@@ -288,11 +288,11 @@ def test_a_report_is_written_however_a_run_ended(
     assert f"prge publish {settings.out}" in page.read_text()
 
 
-@pytest.mark.parametrize("checkpoint_every", [0, 5])
+@pytest.mark.parametrize("save_steps", [0, 5])
 def test_a_run_killed_after_any_calls_resumes_with_the_same_bits_and_counts(
-    device: Device, settings: RunSettings, checkpoint_every: int, tmp_path: Path
+    device: Device, settings: RunSettings, save_steps: int, tmp_path: Path
 ) -> None:
-    settings = replace(settings, checkpoint_every=checkpoint_every, evaluate_every=3)
+    settings = replace(settings, save_steps=save_steps, eval_steps=3)
     run(settings)
     killed = replace(settings, out=tmp_path / "killed")
 
@@ -304,7 +304,7 @@ def test_a_run_killed_after_any_calls_resumes_with_the_same_bits_and_counts(
     assert _run_to_its_end(device, killed, range(2, 7), lose_a_line) > 3
 
     def left(folder: Path) -> dict[str, Any]:
-        counts = [(r["event"], r["step"], r["rows"]) for r in _json_lines(folder / "metrics.jsonl")]
+        counts = [(r["event"], r["step"], r["forward_passes"]) for r in _json_lines(folder / "metrics.jsonl")]
         summary = json.loads((folder / "run.json").read_text())
         files = [folder / "journal.jsonl", folder / "final/adapter_model.safetensors"]
         return {
@@ -314,7 +314,7 @@ def test_a_run_killed_after_any_calls_resumes_with_the_same_bits_and_counts(
             },
             "counts": counts,
             "steps": summary["train"]["steps"],
-            "rows": summary["train"]["rows"],
+            "forward_passes": summary["train"]["forward_passes"],
         }
 
     assert left(killed.out) == left(settings.out)
@@ -328,9 +328,9 @@ def _signed(record: dict[str, Any]) -> str:
 IMPOSSIBLE_CHANGES: list[tuple[str, dict[str, Any]]] = [
     ("start", {"settings": []}),
     ("start", {"bundle": None}),
-    ("step", {"scalars": []}),
-    ("step", {"scalars": "1"}),
-    ("step", {"scalars": [[1e400]]}),
+    ("step", {"projected_gradients": []}),
+    ("step", {"projected_gradients": "1"}),
+    ("step", {"projected_gradients": [[1e400]]}),
     ("step", {"loss": None}),
     ("step", {"learning_rate": "1"}),
     ("evaluation", {"value": "best"}),
@@ -357,7 +357,7 @@ def test_a_journal_with_impossible_records_is_an_error(
     run(settings)
     shutil.rmtree(settings.out / "checkpoints")
     records = [line["record"] for line in _json_lines(settings.out / "journal.jsonl")]
-    number = next(n for n, record in enumerate(records) if record["kind"] == record_type)
+    number = next(n for n, record in enumerate(records) if record["type"] == record_type)
     records[number] = json.loads(json.dumps({**records[number], **changes}))
     (settings.out / "journal.jsonl").write_text("".join(map(_signed, records)))
     with raises(PrgeError, "journal-damaged", "settings-changed"):
@@ -383,7 +383,7 @@ def test_impossible_figures_are_an_error(settings: RunSettings) -> None:
     run(settings)
     records = [line["record"] for line in _json_lines(settings.out / "journal.jsonl")]
     for record in records:
-        if record["kind"] == "evaluation":
+        if record["type"] == "evaluation":
             record["loss"] = "low"
     (settings.out / "journal.jsonl").write_text("".join(map(_signed, records)))
     with raises(RunError, "journal-damaged"):
@@ -423,7 +423,7 @@ def test_on_request_a_run_continues_with_another_estimator(
     assert _run_to_its_end(device, killed, range(2, 7))
     assert bits(killed.out) == bits(settings.out)
     with Journal(settings.out / "journal.jsonl", writable=False) as journal:
-        (change,) = [record for record in journal.records if record["kind"] == "change"]
+        (change,) = [record for record in journal.records if record["type"] == "change"]
     assert 0 < change["step"] < STEPS and change["settings"]["share_directions"] is True
     stored = parse_settings(RunSettings, ["--resume", str(settings.out)], "prge run")
     assert stored.share_directions and not stored.change_estimator
@@ -458,8 +458,8 @@ def test_epochs_are_steps_and_a_resumed_run_has_the_same_bits(
 
 
 def test_steps_computed_from_epochs_must_fit_the_other_settings(settings: RunSettings) -> None:
-    with raises(ConfigError, "settings-unusable", containing="--warmup"):
-        run(replace(settings, steps=RunSettings.steps, epochs=1.0, warmup=9))
+    with raises(ConfigError, "settings-unusable", containing="--warmup-steps"):
+        run(replace(settings, steps=RunSettings.steps, epochs=1.0, warmup_steps=9))
     assert not (settings.out / "journal.jsonl").exists()
 
 
@@ -619,7 +619,7 @@ def exact(device: Device, settings: RunSettings, tmp_path: Path) -> RunSettings:
     """Return settings of a short run of a bundle with the role backward."""
     device.has_back = True
     bundle = device.write_bundle(tmp_path / "exact")
-    return replace(settings, bundle=bundle, estimator="exact", checkpoint_every=100)
+    return replace(settings, bundle=bundle, estimator="exact", save_steps=100)
 
 
 @pytest.mark.parametrize(("every", "kept"), [(100, 4), (3, 3), (0, 4)])
@@ -635,12 +635,12 @@ def test_a_journal_of_ten_thousand_exact_steps_is_below_three_checkpoints(
         return record
 
     monkeypatch.setattr(Journal, "append", counted)
-    run(replace(exact, checkpoint_every=every))
+    run(replace(exact, save_steps=every))
     assert max(counts) == kept
     lines = (exact.out / "journal.jsonl").read_bytes().splitlines(keepends=True)
-    plain = [len(line) for line in lines if b'"kind":"step"' in line]
+    plain = [len(line) for line in lines if b'"type":"step"' in line]
     assert len(plain) == STEPS and b'"gradient"' not in b"".join(lines)
-    evaluation = max(len(line) for line in lines if b'"kind":"evaluation"' in line)
+    evaluation = max(len(line) for line in lines if b'"type":"evaluation"' in line)
 
     rank, layers, width = 16, 36, 2048
     lora_a, lora_b = rank * layers * 2 * width, rank * layers * (width + 256)
@@ -654,12 +654,12 @@ def test_a_journal_of_ten_thousand_exact_steps_is_below_three_checkpoints(
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize("clip", [0.0, 1e-3])
+@pytest.mark.parametrize("max_grad_norm", [0.0, 1e-3])
 def test_a_gradient_that_is_not_finite_is_no_step(
-    device: Device, exact: RunSettings, tmp_path: Path, bad: float, clip: float
+    device: Device, exact: RunSettings, tmp_path: Path, bad: float, max_grad_norm: float
 ) -> None:
     """The run ends with the previous state, and resumes from there to the same bits."""
-    exact = replace(exact, clip=clip)
+    exact = replace(exact, max_grad_norm=max_grad_norm)
     run(replace(exact, out=tmp_path / "whole"))
     device.calls_left = 8
     with pytest.raises(Killed):
@@ -760,7 +760,7 @@ def test_a_run_whose_steps_had_other_examples_is_not_resumed(settings: RunSettin
     write()
     run(replace(settings, resume=settings.out))
     for record in records:
-        if record["kind"] == "step":
+        if record["type"] == "step":
             record["rows"] = record["rows"][:2]
     write()
     with raises(ConfigError, "batch-of-other-version", containing=str(EXAMPLES)):

@@ -14,8 +14,8 @@ def run_arguments(workshop: Path, tmp_path: Path) -> list[object]:
     """Return arguments of a short `prge run` into `tmp_path / "run"`."""
     return [
         "--bundle", workshop / "bundle", "--train", workshop / "train.jsonl", "--dev", workshop / "dev.jsonl",
-        "--task", workshop / "task.yaml", "--out", tmp_path / "run", "--steps", 12, "--evaluate-every", 4,
-        "--checkpoint-every", 5, "--learning-rate", 0.01,
+        "--task", workshop / "task.yaml", "--out", tmp_path / "run", "--steps", 12, "--eval-steps", 4,
+        "--save-steps", 5, "--learning-rate", 0.01,
     ]  # fmt: skip
 
 

@@ -35,7 +35,7 @@ def run(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     prge(
         "run", "--bundle", workshop / "bundle", "--train", folder / "rows.jsonl", "--task",
         folder / "task.yaml", "--out", folder / "run", "--steps", 200, "--learning-rate", 0.03,
-        "--schedule", "cosine", "--estimator", "exact", "--sample-every", 100,
+        "--lr-scheduler-type", "cosine", "--estimator", "exact", "--sample-every", 100,
         "--sample-prompts", folder / "prompts.txt",
     )  # fmt: skip
     return folder / "run"

@@ -112,8 +112,8 @@ def test_all_problems_of_a_settings_file_are_reported_at_once(fails: Run, tmp_pa
 
 
 def test_contradictory_settings_are_refused(fails: Run) -> None:
-    message = fails("--estimator", "exact", "--queries", 2, "--warmup", 99, "--epsilon", 0)
-    assert all(part in message for part in ("--queries", "--warmup is 99", "--epsilon is 0"))
+    message = fails("--estimator", "exact", "--queries", 2, "--warmup-steps", 99, "--epsilon", 0)
+    assert all(part in message for part in ("--queries", "--warmup-steps is 99", "--epsilon is 0"))
 
 
 def test_a_loss_that_is_not_finite_ends_a_run(fails: Run, tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_a_disk_without_room_for_activation_checkpoints_ends_a_run(workshop: Pat
     largest = max(path.stat().st_size for path in (workshop / "bundle/weights").iterdir())
     output = run_in_child(*arguments, limit=largest, code=2)
     assert f"{tmp_path / 'run'} can't be written" in output
-    assert b'"kind":"step"' not in (tmp_path / "run/journal.jsonl").read_bytes()
+    assert b'"type":"step"' not in (tmp_path / "run/journal.jsonl").read_bytes()
     run_in_child("--resume", tmp_path / "run")
     assert (tmp_path / "run/final/adapter_model.safetensors").read_bytes() == whole
 

@@ -15,7 +15,7 @@ from tests.verbs import prge
 def _arguments(encoder: Path, workshop: Path, out: Path) -> list[object]:
     return [
         "--bundle", encoder, "--train", workshop / "train.jsonl", "--dev", workshop / "dev.jsonl",
-        "--task", workshop / "task.yaml", "--out", out, "--steps", 6, "--evaluate-every", 3,
+        "--task", workshop / "task.yaml", "--out", out, "--steps", 6, "--eval-steps", 3,
         "--divergence-ratio", 1e9,
     ]  # fmt: skip
 
@@ -31,7 +31,7 @@ def test_fit_train_replay(encoder: Path, workshop: Path, tmp_path: Path, argumen
     records = [
         json.loads(line)["record"] for line in (tmp_path / "run/journal.jsonl").read_text().splitlines()
     ]
-    fitted = next(record for record in records if record["kind"] == "head")
+    fitted = next(record for record in records if record["type"] == "head")
     assert len(fitted["folds"]) == (arguments[1] if arguments[0] == "--head-folds" else 0)
     assert ("head_gradient" in records[-2]) == (arguments[0] == "--head-learning-rate")
     assert "the same bits" in prge("replay", tmp_path / "run", "--out", tmp_path / "replayed").stdout

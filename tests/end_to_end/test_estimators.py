@@ -32,7 +32,7 @@ def runs(bundle: Path, data: list[object], tmp_path_factory: pytest.TempPathFact
     for name in ESTIMATORS:
         prge(
             "run", "--bundle", bundle, *data, "--out", folder / name, "--steps", 6, "--estimator", name,
-            "--evaluate-every", 3, "--learning-rate", 0.01, "--keep-gradients",
+            "--eval-steps", 3, "--learning-rate", 0.01, "--keep-gradients",
         )  # fmt: skip
     return {name: folder / name for name in ESTIMATORS}
 
@@ -59,7 +59,7 @@ def test_a_batch_has_room_for_all_candidates_of_a_row(
     trained = [*arguments, "--train", quiz / "rows.jsonl", "--steps", 2, "--estimator", estimator]
     prge("run", *trained, "--out", tmp_path / "run")
     summary = json.loads((tmp_path / "run/run.json").read_text())
-    assert summary["train"]["rows"] == 2 * CHOICES * rows
+    assert summary["train"]["forward_passes"] == 2 * CHOICES * rows
     prge("eval", *arguments, "--data", quiz / "rows.jsonl", "--adapter", tmp_path / "run")
 
 
@@ -71,7 +71,7 @@ def test_a_batch_counts_rows_whatever_their_candidates(quiz: Path, bundle: Path,
     out = tmp_path / "run"
     prge("run", *arguments, "--out", out, "--batch-size", 2)
     assert "1 steps of 2 examples" in (out / "log.txt").read_text()
-    assert json.loads((out / "run.json").read_text())["train"]["rows"] == 2 * CHOICES * 3
+    assert json.loads((out / "run.json").read_text())["train"]["forward_passes"] == 2 * CHOICES * 3
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
@@ -87,6 +87,7 @@ def test_a_baseline_takes_a_batch_with_room_for_all_candidates(
     prge("baseline", *arguments, "--out", tmp_path / "run")
     prge("baseline", *arguments, "--out", tmp_path / "two", "--batch-size", 2)
     rows = [
-        json.loads((tmp_path / name / "run.json").read_text())["train"]["rows"] for name in ("run", "two")
+        json.loads((tmp_path / name / "run.json").read_text())["train"]["forward_passes"]
+        for name in ("run", "two")
     ]
     assert rows[1] == 2 * rows[0]

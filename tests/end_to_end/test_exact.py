@@ -23,15 +23,15 @@ from tests.workshop import write_rows
 def arguments_of(workshop: Path, bundle: Path, out: Path, steps: int = 40) -> list[object]:
     return [
         "run", "--bundle", bundle, "--train", workshop / "train.jsonl", "--dev", workshop / "dev.jsonl",
-        "--task", workshop / "task.yaml", "--out", out, "--steps", steps, "--evaluate-every", 20,
-        "--checkpoint-every", 15, "--learning-rate", 0.005, "--threads", 1, "--estimator", "exact",
-        "--schedule", "constant", "--warmup", 0,
+        "--task", workshop / "task.yaml", "--out", out, "--steps", steps, "--eval-steps", 20,
+        "--save-steps", 15, "--learning-rate", 0.005, "--threads", 1, "--estimator", "exact",
+        "--lr-scheduler-type", "constant", "--warmup-steps", 0,
     ]  # fmt: skip
 
 
 def losses(run: Path) -> list[float]:
     with Journal(run / "journal.jsonl", writable=False) as journal:
-        return [record["loss"] for record in journal.records if record["kind"] == "evaluation"]
+        return [record["loss"] for record in journal.records if record["type"] == "evaluation"]
 
 
 def test_an_exact_run_learns_and_records_its_steps(workshop: Path, tmp_path: Path) -> None:
@@ -41,7 +41,7 @@ def test_an_exact_run_learns_and_records_its_steps(workshop: Path, tmp_path: Pat
     assert after < 0.2 * before
     summary = json.loads((out / "run.json").read_text())
     assert summary["run"]["settings"]["estimator"] == "exact"
-    assert summary["train"]["rows"] == 40 * 4 * 3
+    assert summary["train"]["forward_passes"] == 40 * 4 * 3
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     norms = [record["gradient_norm"] for record in records if record["event"] == "step"]
     assert len(norms) == 40 and min(norms) > 0
@@ -127,7 +127,7 @@ def test_a_step_normalised_by_tokens_equals_that_of_transformers(workshop: Path,
     bundle = open_bundle(workshop / "bundle")
     arguments = ["run", "--bundle", bundle.folder, "--train", tmp_path / "rows.jsonl", "--steps", 1]
     arguments += ["--batch-size", 4, "--estimator", "exact", "--optimizer", "sgd", "--learning-rate", 1]
-    arguments += ["--warmup", 0, "--schedule", "constant"]
+    arguments += ["--warmup-steps", 0, "--lr-scheduler-type", "constant"]
     moved = {}
     for name in ("token", "example"):
         prge(*arguments, "--out", tmp_path / name, "--loss-normalisation", name)

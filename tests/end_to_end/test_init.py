@@ -39,7 +39,7 @@ def run(workshop: Path, bundle: Path, out: Path, *arguments: object) -> Path:
     prge(
         "run", "--bundle", bundle, "--train", workshop / "train.jsonl", "--dev", workshop / "dev.jsonl",
         "--task", workshop / "task.yaml", "--out", out, "--learning-rate", 0.01,
-        "--schedule", "constant", "--warmup", 0, "--threads", 1, *arguments,
+        "--lr-scheduler-type", "constant", "--warmup-steps", 0, "--threads", 1, *arguments,
     )  # fmt: skip
     return out
 

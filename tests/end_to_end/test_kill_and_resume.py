@@ -81,7 +81,7 @@ BY_CHANCE = (
     + """
 kills = int(sys.argv[4])
 settings |= dict(
-    steps=60, evaluate_every=10, checkpoint_every=7, estimator=sys.argv[5],
+    steps=60, eval_steps=10, save_steps=7, estimator=sys.argv[5],
     trunk_cache_bytes=1 << 20 if bundle.name == "upper" else 0,
 )
 if sys.argv[5] == "tangent":
@@ -140,7 +140,7 @@ owner, name, is_meant = INSTANTS[sys.argv[4]]
 counts = list(map(int, sys.argv[5:]))
 loaded = [path.stat().st_size for path in (bundle / "weights").iterdir()]
 settings |= dict(
-    steps=9, evaluate_every=4, checkpoint_every=100, estimator="exact", engine="native", memory=1 << 40
+    steps=9, eval_steps=4, save_steps=100, estimator="exact", engine="native", memory=1 << 40
 )
 # Memory for residuals of successive processes: none, for all, for the head alone, for some blocks.
 BUDGETS = [sum(loaded) + left for left in (0, 1 << 30, 10_000, 60_000, 100_000)]

@@ -90,7 +90,7 @@ def test_a_server_answers_as_it_was_corrected(workshop: Path, tmp_path: Path) ->
         assert caught.value.code == "feedback_given"
         # Completions continue during training; then the server is killed.
         journal = learn / "rounds/0001/journal.jsonl"
-        until(lambda: journal.is_file() and journal.read_bytes().count(b'"kind":"step"') >= 5)
+        until(lambda: journal.is_file() and journal.read_bytes().count(b'"type":"step"') >= 5)
         assert ask(client, "ee ?")[0].startswith("cmpl-")
         assert history(client)[-1]["status"] == "learning"
         process.send_signal(signal.SIGKILL)
@@ -169,7 +169,7 @@ def test_a_child_that_is_killed_alone_is_started_again(workshop: Path, tmp_path:
             id, _ = ask(client, prompt)
             client.post("/feedback", body={"id": id, "correction": "bb cc"}, cast_to=object)
         journal = learn / "rounds/0001/journal.jsonl"
-        until(lambda: journal.is_file() and journal.read_bytes().count(b'"kind":"step"') >= 5)
+        until(lambda: journal.is_file() and journal.read_bytes().count(b'"type":"step"') >= 5)
         [child] = learners(process)
         os.kill(child, signal.SIGKILL)
         url = str(client.base_url).replace("/v1/", "/health")

@@ -45,7 +45,7 @@ def test_lora_plus_moves_lora_b_further(workshop: Path, lora_bundle: Path, tmp_p
     """The first step of Adam has the size of the learning rate, whatever the gradient."""
     for ratio in (1, 8):
         arguments = arguments_of(workshop, lora_bundle, tmp_path / f"{ratio}", steps=1)
-        prge(*arguments, "--lora-plus", ratio)
+        prge(*arguments, "--loraplus-lr-ratio", ratio)
     (start, plain), (_, plus) = (both(lora_bundle, tmp_path / f"{ratio}") for ratio in (1, 8))
     for name in start.lora_b:
         np.testing.assert_allclose(plus.lora_b[name], 8 * plain.lora_b[name], rtol=1e-5)
@@ -114,7 +114,11 @@ def test_a_foreign_adapter_is_scored_like_in_peft_and_trained_further(
 
 def test_settings_that_need_lora_are_refused_without_it(workshop: Path, tmp_path: Path) -> None:
     refused = prge(
-        *arguments_of(workshop, workshop / "bundle", tmp_path / "run"), "--lora-plus", 4, check=False
+        *arguments_of(workshop, workshop / "bundle", tmp_path / "run"), "--loraplus-lr-ratio", 4, check=False
     )
     output = refused.stderr
-    assert refused.returncode == 2 and "--lora-plus is 4" in output and "export with --adapter lora" in output
+    assert (
+        refused.returncode == 2
+        and "--loraplus-lr-ratio is 4" in output
+        and "export with --adapter lora" in output
+    )

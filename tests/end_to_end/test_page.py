@@ -101,7 +101,7 @@ def test_a_run_is_watched_and_stopped_after_its_step(
         assert run.wait(30) == 130
         summary = json.loads((out / "run.json").read_text())
         assert (
-            summary["train"]["steps"] == len((out / "journal.jsonl").read_text().split('"kind":"step"')) - 1
+            summary["train"]["steps"] == len((out / "journal.jsonl").read_text().split('"type":"step"')) - 1
         )
         ended(process, signal.SIGINT)
 

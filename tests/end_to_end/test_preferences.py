@@ -78,7 +78,7 @@ def test_before_training_every_pair_has_a_loss_of_exactly_ln_2(
     prge(
         "run", "--bundle", folder, "--train", train, "--dev", dev, "--objective", "dpo", "--beta", 0.48,
         "--estimator", estimator, "--batch-size", batch, "--learning-rate", 1e-9, "--steps", 2,
-        "--evaluate-every", 1, "--out", tmp_path / "run", "--quiet",
+        "--eval-steps", 1, "--out", tmp_path / "run", "--quiet",
     )  # fmt: skip
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     first = next(line for line in lines if line["event"] == "step")

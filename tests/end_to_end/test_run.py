@@ -23,7 +23,7 @@ def done(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     prge(
         "run", "--bundle", workshop / "bundle", "--train", workshop / "train.jsonl",
         "--dev", workshop / "dev.jsonl", "--task", workshop / "task.yaml", "--out", out, "--steps", 12,
-        "--evaluate-every", 4, "--checkpoint-every", 5, "--learning-rate", 0.01, "--estimator", "tangent",
+        "--eval-steps", 4, "--save-steps", 5, "--learning-rate", 0.01, "--estimator", "tangent",
     )  # fmt: skip
     return out
 
@@ -34,7 +34,7 @@ def test_a_run_folder_has_all_its_files(done: Path) -> None:
     summary = json.loads((done / "run.json").read_text())
     assert summary["run"]["status"] == "completed"
     assert summary["train"]["steps"] == 12
-    assert summary["train"]["rows"] == 12 * 4 * (1 + 4)
+    assert summary["train"]["forward_passes"] == 12 * 4 * (1 + 4)
     assert summary["train"]["memory"]["peak_bytes"] > 0
     log = (done / "log.txt").read_text()
     assert "] <- label" in log
@@ -49,7 +49,7 @@ def test_shards_are_trained_on_like_the_whole_file(done: Path, workshop: Path, t
     (shards / "c.jsonl").write_text("".join(lines[10:]))
     arguments: list[object] = [
         "--bundle", workshop / "bundle", "--dev", workshop / "dev.jsonl", "--task", workshop / "task.yaml",
-        "--steps", 12, "--evaluate-every", 4, "--checkpoint-every", 5, "--learning-rate", 0.01,
+        "--steps", 12, "--eval-steps", 4, "--save-steps", 5, "--learning-rate", 0.01,
         "--estimator", "tangent",
     ]  # fmt: skip
     trained = ["--train", "a b.jsonl", "c.jsonl", "--out", tmp_path / "run"]
@@ -120,7 +120,7 @@ def test_ctrl_c_saves_and_resumes(run_arguments: list[object], tmp_path: Path, d
         command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, cwd=REPOSITORY
     ) as process:
         journal = tmp_path / "run/journal.jsonl"
-        while not (journal.is_file() and b'"kind":"step"' in journal.read_bytes()):
+        while not (journal.is_file() and b'"type":"step"' in journal.read_bytes()):
             assert process.poll() is None
             time.sleep(0.02)
         process.send_signal(signal.SIGINT)
@@ -128,7 +128,7 @@ def test_ctrl_c_saves_and_resumes(run_arguments: list[object], tmp_path: Path, d
     assert process.returncode == 130, errors
     assert "Traceback" not in errors
     assert json.loads((tmp_path / "run/run.json").read_text())["run"]["status"] == "interrupted"
-    steps = journal.read_bytes().count(b'"kind":"step"')
+    steps = journal.read_bytes().count(b'"type":"step"')
     assert (tmp_path / f"run/checkpoints/step-{steps:06d}").is_dir()
 
 

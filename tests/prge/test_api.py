@@ -34,8 +34,8 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         "steps": 4,
         "learning_rate": 0.02,
         "seed": 3,
-        "schedule": "constant",
-        "warmup": 0,
+        "lr_scheduler_type": "constant",
+        "warmup_steps": 0,
         "quiet": True,
     }
 
@@ -52,8 +52,8 @@ def test_numpy_numbers_are_accepted(given: dict[str, Any], tmp_path: Path) -> No
         "steps": np.int64(4),
         "learning_rate": np.float64(0.02),
         "seed": np.uint8(3),
-        "schedule": np.str_("constant"),
-        "warmup": np.array(0),
+        "lr_scheduler_type": np.str_("constant"),
+        "warmup_steps": np.array(0),
         "quiet": np.True_,
         "train": np.array([str(given["train"])]),
         "out": tmp_path / "other",

@@ -93,7 +93,7 @@ def test_a_run_chooses_its_estimator(
     estimator: str, rows: int, config_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = report_of(capsys, "--model", config_folder, "--estimator", estimator, "--tokens", 8)
-    assert report["step"]["rows"] == rows
+    assert report["step"]["forward_passes"] == rows
     larger = report_of(capsys, "--model", config_folder, "--estimator", estimator, "--tokens", 16)
     assert larger["run_memory"]["native"]["total_bytes"] > report["run_memory"]["native"]["total_bytes"]
     # The cost of the export does not depend on the length of rows.

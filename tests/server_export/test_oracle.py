@@ -164,8 +164,8 @@ def test_a_session_trains_the_engine_like_torch(tmp_path: Path) -> None:
     """prge's loop, loss, estimator and optimizer equal autograd and PyTorch's Adam."""
     engine, rows = make_engine("llama").to(torch.float32), bigram_completions(8)
     recipe = Recipe(
-        estimator="exact", optimizer="adam", beta2=0.98, batch_size=8, steps=5, learning_rate=0.01,
-        schedule="constant", warmup=0, evaluate_every=5,
+        estimator="exact", optimizer="adam", adam_beta2=0.98, batch_size=8, steps=5, learning_rate=0.01,
+        lr_scheduler_type="constant", warmup_steps=0, eval_steps=5,
     )  # fmt: skip
     start = Adapter(engine.model.modules, make_call(engine).adapters[0])
     (tmp_path / "run").mkdir()
@@ -175,13 +175,13 @@ def test_a_session_trains_the_engine_like_torch(tmp_path: Path) -> None:
             folder=tmp_path / "run",
             journal=journal,
             template=write_peft_folder(tmp_path / "template", engine.model.modules),
-            checkpoint_every=0,
+            save_steps=0,
         )
-        settings = {"kind": "start", **identity, "settings": recipe.to_record()}
+        settings = {"type": "start", **identity, "settings": recipe.to_record()}
         store.begin(settings, "", date=None, may_change=False)
         session = open_session(recipe, engine, SessionData(train=rows, dev=rows, adapter=start), store)
         session.train(SilentObserver())
-        losses = [record["loss"] for record in journal.records if record["kind"] == "step"]
+        losses = [record["loss"] for record in journal.records if record["type"] == "step"]
 
     values = torch.nn.Parameter(torch.from_numpy(start.values.copy()))
     optimizer, expected = torch.optim.Adam([values], lr=0.01, betas=(0.9, 0.98)), list[float]()

@@ -1,8 +1,8 @@
 """The ledger of the rounds that a device began and answered; the epsilon that it has spent follows from it.
 
-    {"kind": "begun", ...}     written and flushed before anything is computed for a round: the round counts,
+    {"type": "begun", ...}     written and flushed before anything is computed for a round: the round counts,
                                however it ends
-    {"kind": "answered", ...}  written and flushed after the result's file, before the result is sent
+    {"type": "answered", ...}  written and flushed after the result's file, before the result is sent
 
 Each `begun` line has at most one result. If a round was answered and its file is gone, the round is refused
 forever; a round that was begun and not answered never left the device, and is resumed. Rounds before the
@@ -38,7 +38,7 @@ class Ledger:
 
     @property
     def _begun(self) -> list[Record]:
-        return [record for record in self._journal.records if record["kind"] != ANSWERED]
+        return [record for record in self._journal.records if record["type"] != ANSWERED]
 
     def line(self, agreement: str, number: int) -> Record | None:
         """Return the `begun` line of a round; None for a new round.
@@ -58,7 +58,7 @@ class Ledger:
 
     def is_answered(self, line: Record) -> bool:
         """Whether the result of a round may have been sent."""
-        return line["kind"] == _LEGACY_ROUND or _answered(line) in self._journal.records
+        return line["type"] == _LEGACY_ROUND or _answered(line) in self._journal.records
 
     def begin(self, line: Record) -> None:
         """Count a round; from here on it counts, whatever happens."""
@@ -114,4 +114,4 @@ class Ledger:
 
 
 def _answered(line: Record) -> Record:
-    return {"kind": ANSWERED, "agreement": line["agreement"], "round": line["round"]}
+    return {"type": ANSWERED, "agreement": line["agreement"], "round": line["round"]}

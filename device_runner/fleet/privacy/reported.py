@@ -50,10 +50,12 @@ system_noise: NoiseSampler = partial(discrete_gaussian, GRID_BITS)
 def part_norm(plan: Plan) -> float:
     """Return the largest norm of an example's contribution to a step's sum.
 
-    The root mean square of an example's projected gradients over q queries is clipped to `clip`, so their
-    norm is at most clip * sqrt(q); an exact gradient's norm is at most `clip`.
+    The root mean square of an example's projected gradients over q queries is clipped to `max_grad_norm`,
+    so their norm is at most max_grad_norm * sqrt(q); an exact gradient's norm is at most `max_grad_norm`.
     """
-    return plan.clip * math.sqrt(plan.queries) if plan.sends_projected_gradients else plan.clip
+    return (
+        plan.max_grad_norm * math.sqrt(plan.queries) if plan.sends_projected_gradients else plan.max_grad_norm
+    )
 
 
 def sensitivity(plan: Plan) -> float:

@@ -68,7 +68,7 @@ class Runs:
         self._temperature: tuple[float, float | None] = (0.0, None)
         # Followed runs by folder, with their numbers of streams.
         self._followed: dict[Path, tuple[RunFollower, int]] = {}
-        self._asked: set[tuple[Path, int]] = set()
+        self._stop_requests: set[tuple[Path, int]] = set()
         # Status by folder, with the stamp of the run.json that it was read from.
         self._statuses: dict[Path, tuple[object, object]] = {}
         self._closed = False
@@ -100,7 +100,7 @@ class Runs:
             problem = "is not running"
         elif process is None:
             problem = "cannot be stopped from here: press Ctrl-C in its terminal"
-        elif (folder, process) in self._asked:
+        elif (folder, process) in self._stop_requests:
             # A second signal would end the run at once, in the middle of a step.
             problem = "was already asked to stop, and stops after its step"
         elif _status(folder) != "running":
@@ -110,7 +110,7 @@ class Runs:
             problem = "is not running"
         if problem or process is None:
             raise RequestError(409, f"{name} {problem}", param="run", code="run_not_stopped")
-        self._asked.add((folder, process))
+        self._stop_requests.add((folder, process))
 
     async def follow(self, name: str, language: str) -> tuple[AsyncIterator[str], Callable[[], None]]:
         """Return a stream of a run's progress as events, and a function to call when nobody reads it.

@@ -150,7 +150,7 @@ class RunFollower:
             "planned": planned,
             "seconds": self._last.get("seconds"),
             "left": self._left(planned) if running else None,
-            "rows": self._last.get("rows"),
+            "forward_passes": self._last.get("forward_passes"),
             "loss": self._recent[-1].get("loss") if self._recent else None,
             "score": score,
             "value": newest.get(score) if newest else None,

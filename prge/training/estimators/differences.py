@@ -100,12 +100,12 @@ class Differences:
 
     Args:
         rule: the finite-difference formula.
-        clip: upper bound for the root mean square of the projected gradients; 0: no clipping.
+        max_grad_norm: upper bound for the root mean square of the projected gradients; 0: no clipping.
     """
 
-    def __init__(self, rule: FiniteDifference, clip: float = 0.0) -> None:
+    def __init__(self, rule: FiniteDifference, max_grad_norm: float = 0.0) -> None:
         self.rule = rule
-        self.clip = clip
+        self.max_grad_norm = max_grad_norm
 
     def measure(self, engine: Engine, step: Step) -> Measurement:
         """Measure the mean loss of every perturbed copy, with one call of the engine."""
@@ -119,7 +119,7 @@ class Differences:
         mean = loss.losses.sum(-1) / len(step.examples)
         return Measurement(
             float(mean.mean()),
-            clip_by_rms(self.rule.projected_gradients(mean), self.clip),
+            clip_by_rms(self.rule.projected_gradients(mean), self.max_grad_norm),
             step.head_gradient([loss]),
             engine.seconds - begin,
         )
@@ -131,7 +131,7 @@ class Differences:
 
         The terms are added in the order of the queries, so that a replay has the same bits.
         """
-        projected_gradients = np.asarray(record["scalars"], np.float64)
+        projected_gradients = np.asarray(record["projected_gradients"], np.float64)
         directions = DirectionSampler(seed, step, adapter_size(modules))
         total = np.zeros(directions.size, np.float32)
         for query, projected_gradient in enumerate(projected_gradients):

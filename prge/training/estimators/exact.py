@@ -31,14 +31,14 @@ class Exact:
     """Implements protocol.Estimator with exact gradients.
 
     Args:
-        clip: upper bound for the norm of a step's gradient; 0: no clipping.
-        clip_examples: upper bound for the norm of each example's gradient before they are added; 0: no
-            clipping.
+        max_grad_norm: upper bound for the norm of a step's gradient; 0: no clipping.
+        max_example_grad_norm: upper bound for the norm of each example's gradient before they are added; 0:
+            no clipping.
     """
 
-    def __init__(self, clip: float = 0.0, clip_examples: float = 0.0) -> None:
-        self.clip = clip
-        self.clip_examples = clip_examples
+    def __init__(self, max_grad_norm: float = 0.0, max_example_grad_norm: float = 0.0) -> None:
+        self.max_grad_norm = max_grad_norm
+        self.max_example_grad_norm = max_example_grad_norm
 
     def measure(self, engine: Engine, step: Step) -> Measurement:
         """Compute the mean loss and its gradient, one microbatch after the other."""
@@ -52,14 +52,14 @@ class Exact:
             call = Call(sequences_of(examples), step.adapter.values[None])
             outputs, microbatch_gradient = engine.vjp(call, grad_fn)
             # `grad_fn` divides by the number of examples, so the bound of an example's norm is divided, too.
-            gradient += clip_by_norm(microbatch_gradient.astype(float), self.clip_examples / count)
+            gradient += clip_by_norm(microbatch_gradient.astype(float), self.max_example_grad_norm / count)
             losses.append(step.loss(outputs[None], examples))
         return Measurement(
             sum(float(loss.losses.sum()) for loss in losses) / count,
             np.zeros(0),
             step.head_gradient(losses),
             engine.seconds - begin,
-            gradient=clip_by_norm(gradient, self.clip).astype(np.float32),
+            gradient=clip_by_norm(gradient, self.max_grad_norm).astype(np.float32),
         )
 
     def _microbatches(self, step: Step) -> Iterator[Sequence[Example]]:
@@ -67,7 +67,7 @@ class Exact:
 
         Each example is alone if its gradient is clipped; all are together if the loss compares them.
         """
-        if self.clip_examples:
+        if self.max_example_grad_norm:
             return iter([[example] for example in step.examples])
         return (
             microbatches(step.examples, MICROBATCH_TOKENS)
@@ -98,12 +98,13 @@ def clip_by_norm(gradient: Float64Array, limit: float) -> Float64Array:
 
 
 def check_single_sequences(examples: Sequence[Example]) -> None:
-    """Raise ConfigError if an example has several sequences, which `--clip-examples` doesn't support."""
+    """Raise ConfigError if an example has several sequences, which --max-example-grad-norm doesn't take."""
     widest = max(examples, key=lambda example: len(example.sequences))
     if len(widest.sequences) > 1:
         raise ConfigError(
-            "--clip-examples takes examples of one sequence each:",
+            "--max-example-grad-norm takes examples of one sequence each:",
             [f"row {widest.row} has {len(widest.sequences)} sequences, one for each of its candidates"],
-            remedy="leave --clip-examples out, or bound the norm of a step's gradient with --clip",
+            remedy="leave --max-example-grad-norm out, or bound the norm of a step's gradient with "
+            "--max-grad-norm",
             code="clipping-several-sequences",
         )

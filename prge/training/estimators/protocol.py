@@ -28,7 +28,7 @@ from prge.objectives.objective import CROSS_ENTROPY, Loss, Objective
 # Cost of an exact gradient, forward and backward, in forward passes.
 BACKPROPAGATION_PASSES = 3
 # Keys of a step's record from which `Estimator.gradient` computes: a record has at most one of them.
-GRADIENT_KEYS = frozenset({"scalars", GRADIENT})
+GRADIENT_KEYS = frozenset({"projected_gradients", GRADIENT})
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Measurement:
     def journal_fields(self) -> Record:
         """The fields of a step's journal record from which `Estimator.gradient` computes the gradient."""
         record: Record = (
-            {"scalars": self.projected_gradients.tolist()}
+            {"projected_gradients": self.projected_gradients.tolist()}
             if self.gradient is None
             else {GRADIENT: encode_array(self.gradient)}
         )

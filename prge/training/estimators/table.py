@@ -34,14 +34,13 @@ class EstimatorFlags:
     """tangent: use one direction per query for all examples of a step, instead of one for each example."""
     epsilon: float = 1e-2
     """antithetic, fzoo: size of the perturbation of each adapter value."""
-    clip: float = 0.0
+    max_grad_norm: float = 0.0
     """Clip a step's gradient to this norm (exact), or its projected gradients to this root mean square, which
     estimates the norm (tangent: those of each example). 0: no clipping. Helps if steps have few examples that
     differ much."""
-    clip_examples: float = 0.0
+    max_example_grad_norm: float = 0.0
     """exact: clip the gradient of each example to this norm; every example is then computed alone. For
-    differential
-    privacy, which also needs noise, or if a few examples are outliers. 0: no clipping."""
+    differential privacy, which also needs noise, or if a few examples are outliers. 0: no clipping."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class EstimatorEntry:
         settings: names of the fields of EstimatorFlags that don't apply to all estimators.
         make: constructs the estimator from settings.
         variants: copies of the adapter in a step, as a function of the number of queries.
-        beta2: default of Adam's second coefficient. With Adam's usual 0.999, exact runs of a few hundred
+        adam_beta2: default of Adam's second coefficient. With Adam's usual 0.999, exact runs of a few hundred
             steps would remember their first gradients until the end.
         tag: tag of the training method on model hubs.
         meaning: a description of the method, in a sentence.
@@ -65,7 +64,7 @@ class EstimatorEntry:
     tag: str
     meaning: str
     variants: Callable[[int], int] = lambda queries: 1
-    beta2: float = 0.999
+    adam_beta2: float = 0.999
 
     @property
     def has_directions(self) -> bool:
@@ -89,31 +88,31 @@ class EstimatorEntry:
 
 
 def _exact(settings: EstimatorFlags) -> Estimator:
-    return Exact(settings.clip, settings.clip_examples)
+    return Exact(settings.max_grad_norm, settings.max_example_grad_norm)
 
 
 def _tangents(settings: EstimatorFlags) -> Estimator:
     queries = settings.queries or DEFAULT_QUERIES
-    return TangentEstimator(queries, settings.share_directions, settings.clip)
+    return TangentEstimator(queries, settings.share_directions, settings.max_grad_norm)
 
 
 def _antithetic(settings: EstimatorFlags) -> Estimator:
     rule = Antithetic(settings.queries or DEFAULT_QUERIES, settings.epsilon)
-    return Differences(rule, settings.clip)
+    return Differences(rule, settings.max_grad_norm)
 
 
 def _fzoo(settings: EstimatorFlags) -> Estimator:
     rule = OneSided(settings.queries or DEFAULT_QUERIES, settings.epsilon)
-    return Differences(rule, settings.clip)
+    return Differences(rule, settings.max_grad_norm)
 
 
 # Best first.
 ESTIMATORS: dict[EstimatorName, EstimatorEntry] = {
     "exact": EstimatorEntry(
         role=BACKWARD,
-        settings=("clip_examples",),
+        settings=("max_example_grad_norm",),
         make=_exact,
-        beta2=0.98,
+        adam_beta2=0.98,
         tag="backpropagation",
         meaning="Exact gradients: every step computes the gradient by backpropagation.",
     ),

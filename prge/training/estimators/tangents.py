@@ -28,13 +28,13 @@ class TangentEstimator:
     Args:
         queries: directions per step.
         shared: whether all examples of a step share the direction of a query.
-        clip: upper bound for the estimated norm of each example's gradient; 0: no clipping.
+        max_grad_norm: upper bound for the estimated norm of each example's gradient; 0: no clipping.
     """
 
-    def __init__(self, queries: int, shared: bool = False, clip: float = 0.0) -> None:
+    def __init__(self, queries: int, shared: bool = False, max_grad_norm: float = 0.0) -> None:
         self.queries = queries
         self.shared = shared
-        self.clip = clip
+        self.max_grad_norm = max_grad_norm
         self._directions = RankOneDirections(0, 0, 0, 0, ())
 
     def measure(self, engine: Engine, step: Step) -> Measurement:
@@ -48,7 +48,7 @@ class TangentEstimator:
         loss = step.loss(outputs[None])
         return Measurement(
             float(loss.losses.sum()) / len(step.examples),
-            truncate_to_grid(clip_by_rms(loss.jvp(tangents), self.clip), axis=0),
+            truncate_to_grid(clip_by_rms(loss.jvp(tangents), self.max_grad_norm), axis=0),
             step.head_gradient([loss]),
             engine.seconds - begin,
             float(np.abs(tangents).max(initial=0.0)),
@@ -58,7 +58,7 @@ class TangentEstimator:
         self, record: Mapping[str, Any], seed: int, step: int, modules: Sequence[AdaptedModule]
     ) -> FloatArray:
         """Returns the mean of projected_gradient * u v^T, f32 [size]; the same bits on every machine."""
-        projected_gradients: Float64Array = np.asarray(record["scalars"], np.float64)
+        projected_gradients: Float64Array = np.asarray(record["projected_gradients"], np.float64)
         directions = self._directions_of(seed, step, projected_gradients.shape, modules)
         return directions.gradient(projected_gradients)
 

@@ -29,9 +29,9 @@ class Backpropagation(TrainingMethod):
         problem: ModelProblem,
         settings: BaselineSettings,
         trained: Sequence[nn.Parameter],
-        prior_rows: int = 0,
+        prior_passes: int = 0,
     ) -> None:
-        super().__init__(problem, trained, prior_rows)
+        super().__init__(problem, trained, prior_passes)
         problem.model.requires_grad_(False)
         for parameter in self.trained:
             parameter.requires_grad_(True)
@@ -45,7 +45,7 @@ class Backpropagation(TrainingMethod):
         loss = self.problem.loss(examples)
         torch.autograd.backward(loss)
         self._optimizer.step()
-        return StepResult(loss.item(), BACKPROPAGATION_PASSES * self.problem.rows(examples))
+        return StepResult(loss.item(), BACKPROPAGATION_PASSES * self.problem.forward_passes(examples))
 
 
 def prepare(problem: ModelProblem, settings: BaselineSettings) -> Backpropagation:
@@ -62,4 +62,4 @@ def _make_optimizer(settings: BaselineSettings, trained: Sequence[nn.Parameter])
     if name in ("sgd", "momentum"):
         return torch.optim.SGD(trained, lr=0.0, momentum=0.9 if name == "momentum" else 0.0)
     optimizer_class = torch.optim.Adam if name == "adam" else torch.optim.AdamW
-    return optimizer_class(trained, lr=0.0, betas=(0.9, settings.beta2))
+    return optimizer_class(trained, lr=0.0, betas=(0.9, settings.adam_beta2))

@@ -148,7 +148,7 @@ class ExecutorchTraining(TrainingMethod):
         with torch.no_grad():
             for name, parameter in self._module.named_parameters().items():
                 self._matrices[name].copy_(parameter.T)
-        return StepResult(float(loss), BACKPROPAGATION_PASSES * self.problem.rows(examples))
+        return StepResult(float(loss), BACKPROPAGATION_PASSES * self.problem.forward_passes(examples))
 
     def named_gradients(self) -> dict[str, torch.Tensor]:
         """Return the gradients of the newest step by parameter name."""

@@ -68,9 +68,9 @@ def prepare(problem: ModelProblem, settings: BaselineSettings) -> Backpropagatio
     Raises:
         ConfigError: the model's feed-forward networks can't be found.
     """
-    scores, prior_rows = prime(problem, merge_layers(feed_forward_linears(problem.model)), settings)
+    scores, prior_passes = prime(problem, merge_layers(feed_forward_linears(problem.model)), settings)
     learners = reconfigure(problem.model, scores, settings.retention)
-    return Backpropagation(problem, settings, learners, prior_rows)
+    return Backpropagation(problem, settings, learners, prior_passes)
 
 
 def prime(
@@ -79,15 +79,15 @@ def prime(
     """Fine-tune the whole model for a few steps, then restore it unless `keep_primed` is set.
 
     Returns:
-        The L1 change of every layer's nodes, f32 [out] by layer name, and the rows that were computed.
+        The L1 change of every layer's nodes, f32 [out] by layer name, and the number of forward passes.
     """
     parameters = list(problem.model.parameters())
     initial = {id(parameter): parameter.detach().clone() for parameter in parameters}
     training = Backpropagation(problem, settings, parameters)
     batches = shuffled_batches(problem.train, problem.batch_size, problem.seed)
-    rows = 0
+    forward_passes = 0
     for _ in range(max(1, round(PRIMING_SHARE * settings.steps))):
-        rows += training.step(next(batches), rate).rows
+        forward_passes += training.step(next(batches), rate).forward_passes
     scores = {
         name: (layer.weight.detach() - initial[id(layer.weight)]).abs().sum(dim=1)
         for name, layer in layers.items()
@@ -96,7 +96,7 @@ def prime(
         if not settings.keep_primed:
             parameter.data.copy_(initial[id(parameter)])
         parameter.grad = None
-    return scores, rows
+    return scores, forward_passes
 
 
 def reconfigure(model: nn.Module, scores: Mapping[str, torch.Tensor], retention: float) -> list[nn.Parameter]:

@@ -26,11 +26,11 @@ class StepResult:
 
     Attributes:
         loss: mean over the step's examples.
-        rows: rows that the step computed; a backward pass counts as two forward passes.
+        forward_passes: forward passes of the step; a backward pass counts as two forward passes.
     """
 
     loss: float
-    rows: int
+    forward_passes: int
 
 
 class TrainingMethod(ABC):
@@ -39,13 +39,13 @@ class TrainingMethod(ABC):
     Args:
         problem: the model to train and its rows.
         trained: the parameters to train: parameters of the prepared model, or the adapter's values.
-        prior_rows: rows computed before the first step, such as a priming's.
+        prior_passes: forward passes before the first step, such as a priming's.
     """
 
-    def __init__(self, problem: ModelProblem, trained: Sequence[nn.Parameter], prior_rows: int = 0) -> None:
+    def __init__(self, problem: ModelProblem, trained: Sequence[nn.Parameter], prior_passes: int = 0) -> None:
         self.problem = problem
         self.trained = list(trained)
-        self.prior_rows = prior_rows
+        self.prior_passes = prior_passes
 
     @abstractmethod
     def step(self, examples: Sequence[Example], learning_rate: float) -> StepResult:

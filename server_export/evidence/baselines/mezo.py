@@ -46,7 +46,7 @@ class MeZO(TrainingMethod):
         self.projected_gradient = (above - below) / (2 * self.epsilon)
         self._add_noise(-learning_rate * self.projected_gradient)
         self._steps += 1
-        return StepResult((above + below) / 2, 2 * self.problem.rows(examples))
+        return StepResult((above + below) / 2, 2 * self.problem.forward_passes(examples))
 
     def _add_noise(self, scale: float) -> None:
         """Add `scale` times the step's standard normal z to the parameters."""

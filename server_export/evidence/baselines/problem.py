@@ -76,8 +76,8 @@ class ModelProblem:
             Adapter.zeros(modules) if self.values is None else Adapter(modules, self.values.detach().numpy())
         )
 
-    def rows(self, examples: Sequence[Example]) -> int:
-        """Return how many rows one forward pass of these examples computes."""
+    def forward_passes(self, examples: Sequence[Example]) -> int:
+        """Return the forward passes of these examples, one for each sequence."""
         return len(sequences_of(examples))
 
     def loss(self, examples: Sequence[Example]) -> torch.Tensor:

@@ -78,10 +78,10 @@ class QuantizedTraining(Backpropagation):
         problem: ModelProblem,
         settings: BaselineSettings,
         layers: Sequence[QuantizedLinear],
-        prior_rows: int,
+        prior_passes: int,
     ) -> None:
         trained = [parameter for layer in layers for parameter in layer.parameters()]
-        super().__init__(problem, settings, trained, prior_rows)
+        super().__init__(problem, settings, trained, prior_passes)
         self.layers = layers
         self._generator = torch.Generator().manual_seed(problem.seed)
 
@@ -105,7 +105,7 @@ def prepare(problem: ModelProblem, settings: BaselineSettings) -> QuantizedTrain
     quantized = [QuantizedLinear(layer, scales[name]) for name, layer in layers.items()]
     for name, layer in zip(layers, quantized, strict=True):
         replace_module(problem.model, name, layer)
-    return QuantizedTraining(problem, settings, quantized, problem.rows(examples))
+    return QuantizedTraining(problem, settings, quantized, problem.forward_passes(examples))
 
 
 def input_scales(problem: ModelProblem, layers: Linears, examples: Sequence[Example]) -> dict[str, float]:

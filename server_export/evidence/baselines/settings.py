@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from prge.cli.bounds import flag
 from prge.cli.inputs import TestRows
@@ -33,6 +33,10 @@ class BaselineSettings(TrainingFlags):
     The bundle gives the adapter, the tokenizer, the maximum row length and the quantization.
     """
 
+    EXAMPLE: ClassVar = (
+        "--method backprop-lora --model model --bundle bundle --train rows.jsonl --out baseline"
+    )
+
     method: MethodName
     """Training method."""
     model: str
@@ -56,7 +60,7 @@ class BaselineSettings(TrainingFlags):
     """Examples per step. Default: as many as have 4 sequences in total, at least 1."""
     optimizer: BaselineOptimizer | None = None
     """Optimizer. Default: adam, or the only one that the method supports."""
-    beta2: float = ESTIMATORS["exact"].beta2
+    adam_beta2: float = ESTIMATORS["exact"].adam_beta2
     """Second coefficient of adam and adamw."""
 
     def __post_init__(self) -> None:

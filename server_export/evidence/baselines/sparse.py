@@ -135,12 +135,12 @@ def prepare(problem: ModelProblem, settings: BaselineSettings) -> Backpropagatio
         ConfigError: the model has no list of blocks, there are too few rows to hold some out, or no update
             within the memory limit lowers the loss.
     """
-    scheme, rows = choose_scheme(problem, settings)
-    return Backpropagation(problem, settings, apply_scheme(problem.model, scheme), rows)
+    scheme, forward_passes = choose_scheme(problem, settings)
+    return Backpropagation(problem, settings, apply_scheme(problem.model, scheme), forward_passes)
 
 
 def choose_scheme(problem: ModelProblem, settings: BaselineSettings) -> tuple[Scheme, int]:
-    """Return the scheme that the contribution analysis finds, and the number of rows that it computed."""
+    """Return the scheme that the contribution analysis selects, and the forward passes that it took."""
     if len(problem.train) < 2:
         raise ConfigError(
             "cannot measure contributions:",
@@ -179,7 +179,7 @@ def choose_scheme(problem: ModelProblem, settings: BaselineSettings) -> tuple[Sc
             code="nothing-to-update",
         )
     weights = {option.part: option.level for option in choice.options}
-    return Scheme(choice.depth, weights), analysis.rows + problem.rows(example_batch)
+    return Scheme(choice.depth, weights), analysis.forward_passes + problem.forward_passes(example_batch)
 
 
 def apply_scheme(model: nn.Module, scheme: Scheme) -> list[nn.Parameter]:
@@ -271,7 +271,7 @@ class _Analysis:
         self._held_out = problem.train[-held_out:]
         batches = shuffled_batches(problem.train[:-held_out], problem.batch_size, problem.seed)
         self._batches = [next(batches) for _ in range(ANALYSIS_STEPS)]
-        self.rows = 0
+        self.forward_passes = 0
         self._before = self._loss()
 
     def gain(self, scheme: Scheme) -> float:
@@ -286,7 +286,7 @@ class _Analysis:
         }
         training = Backpropagation(self.problem, self.settings, apply_scheme(model, scheme))
         for batch in self._batches:
-            self.rows += training.step(batch, ANALYSIS_RATE).rows
+            self.forward_passes += training.step(batch, ANALYSIS_RATE).forward_passes
         after = self._loss()
         for name, layer in layers.items():
             replace_module(model, name, layer)
@@ -297,6 +297,6 @@ class _Analysis:
         return self._before - after if math.isfinite(after) else -math.inf
 
     def _loss(self) -> float:
-        self.rows += self.problem.rows(self._held_out)
+        self.forward_passes += self.problem.forward_passes(self._held_out)
         with torch.no_grad():
             return self.problem.loss(self._held_out).item()

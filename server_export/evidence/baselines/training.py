@@ -78,11 +78,11 @@ def train_baseline(settings: BaselineSettings, bundle: Bundle, inputs: BaselineI
             "memory": {"baseline_bytes": idle_bytes},
         }
 
-    watcher = RunMonitor(settings, 0, lambda _: learner.rows, describe)
+    watcher = RunMonitor(settings, 0, lambda _: learner.forward_passes, describe)
     with watcher, graceful_stop(watcher):
         watcher.note(inputs.report)
         # Baselines can't be resumed, so no checkpoints are written.
-        train(learner, settings.loop_settings(checkpoint_every=0), watcher, lambda: watcher.stopped)
+        train(learner, settings.loop_settings(save_steps=0), watcher, lambda: watcher.stopped)
         if watcher.stopped and learner.progress.step < settings.steps:
             raise KeyboardInterrupt
         watcher.stop_clock()
@@ -97,7 +97,7 @@ def train_baseline(settings: BaselineSettings, bundle: Bundle, inputs: BaselineI
 class BaselineLearner:
     """Implements prge.training.loop.Learner for a method in PyTorch.
 
-    `rows` counts the rows that were computed.
+    `forward_passes` counts the forward passes that were computed.
     """
 
     def __init__(self, settings: BaselineSettings, inputs: BaselineInputs, method: TrainingMethod) -> None:
@@ -106,14 +106,14 @@ class BaselineLearner:
         problem.prepare_heads()
         self.method = method
         self.progress = TrainingProgress()
-        self.rows = method.prior_rows
+        self.forward_passes = method.prior_passes
         self._best: Record | None = None
         self._settings = settings
         self._inputs = inputs
         self._file = settings.out / BEST
         self._batch = Sampler(inputs.train, problem.batch_size, settings.seed).examples_at
         self._rate = schedule(
-            settings.schedule, settings.learning_rate, settings.steps, settings.warmup_steps
+            settings.lr_scheduler_type, settings.learning_rate, settings.steps, settings.resolved_warmup_steps
         )
 
     @property
@@ -127,7 +127,7 @@ class BaselineLearner:
         rate, examples, begin = self._rate(number), self._batch(number), time.perf_counter()
         result = self.method.step(examples, rate)
         seconds = time.perf_counter() - begin
-        self.rows += result.rows
+        self.forward_passes += result.forward_passes
         if not math.isfinite(result.loss):
             problem = f"step {number}: the loss is {result.loss}"
         else:
@@ -138,7 +138,7 @@ class BaselineLearner:
                 problem, remedy="start a new run with a lower learning rate", code="loss-risen"
             )
         figures = {"tokens": token_count(examples), "loss": result.loss, "learning_rate": rate}
-        record = {"kind": "step", "step": number, **figures}
+        record = {"type": "step", "step": number, **figures}
         return record, Measurement(result.loss, np.zeros(0), None, seconds)
 
     def evaluate(self) -> tuple[Record, bool] | None:

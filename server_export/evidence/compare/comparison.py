@@ -160,9 +160,11 @@ class Comparison:
             return None
         batch_size = self.settings.batch_size
         # The most expensive step of all methods, chosen or not: a later call may add its method.
-        first = max(each.rows(batch_size) for each in METHODS.values())
-        evaluate_at = evaluation_steps(steps, method.rows(batch_size), first, self.settings.evaluation_growth)
-        return RunPlan(steps, rate, self.settings.seeds[0], evaluate_at, with_test=True)
+        first = max(each.forward_passes(batch_size) for each in METHODS.values())
+        eval_at = evaluation_steps(
+            steps, method.forward_passes(batch_size), first, self.settings.evaluation_growth
+        )
+        return RunPlan(steps, rate, self.settings.seeds[0], eval_at, with_test=True)
 
     def _run(self, method: ComparedMethod, plan: RunPlan, result: dict[str, Any]) -> None:
         folder = self.out / "runs" / f"{method.name}-{plan.seed}"
@@ -184,7 +186,9 @@ class Comparison:
         if settings.budget == "seconds":
             # The first step warms up caches.
             seconds = statistics.median(list(step_seconds(read_metrics(measured)).values())[1:])
-        return steps_within(settings.budget, settings.budget_value, method.rows(settings.batch_size), seconds)
+        return steps_within(
+            settings.budget, settings.budget_value, method.forward_passes(settings.batch_size), seconds
+        )
 
     def _choose_rate(self, method: ComparedMethod, steps: int, trials: list[dict[str, Any]]) -> float:
         """Return the learning rate of the best trial on development rows; trials are appended to `trials`.
@@ -195,11 +199,11 @@ class Comparison:
         if self.settings.search_trials == 1:
             return self._centre(method)
         trial_steps = max(1, round(steps * TRIAL_SHARE))
-        evaluate_at = (*range(0, trial_steps, -(-trial_steps // TRIAL_EVALUATIONS)), trial_steps)
+        eval_at = (*range(0, trial_steps, -(-trial_steps // TRIAL_EVALUATIONS)), trial_steps)
         failures = ["no trial ended with a finite loss"]
 
         def loss(rate: float) -> float:
-            plan = RunPlan(trial_steps, rate, SEARCH_SEED, evaluate_at)
+            plan = RunPlan(trial_steps, rate, SEARCH_SEED, eval_at)
             try:
                 trial_loss = best_loss(
                     self._train(method, plan, self.out / "search" / f"{method.name}-{rate:g}")

@@ -22,7 +22,7 @@ NONE = "–"
 CAPTIONS = {
     "loss-seconds": "Loss on development rows against seconds of training: mean and range over seeds. Solid: "
     "gradients from forward passes; dashed, with dots: from backward passes.",
-    "loss-rows": "The same against the rows computed.",
+    "loss-forward_passes": "The same against forward passes.",
 }
 _VERDICTS = {
     "backward": "Where backpropagation wins",
@@ -116,10 +116,10 @@ def _target_text(outcome: Outcome) -> str:
     if target.value is None:
         return f"There is no target: {target.origin}."
     return (
-        f"The target is a loss of {target.value:.4g} on development rows ({target.origin}). Time and rows to "
-        "the target are measured where a run's curve first reaches it, interpolated linearly between the two "
-        "evaluations around that point. “<” is an upper bound: the first evaluation was already below the "
-        "target."
+        f"The target is a loss of {target.value:.4g} on development rows ({target.origin}). Time and forward "
+        "passes to the target are measured where a run's curve first reaches it, interpolated linearly "
+        "between the two evaluations around that point. “<” is an upper bound: the first evaluation was "
+        "already below the target."
     )
 
 
@@ -198,21 +198,22 @@ def _how(result: Result) -> Iterator[Block]:
     methods = result["methods"].items()
     own = [f" ({name}: {method['optimizer']} alone)" for name, method in methods if method.get("optimizer")]
     steps = [
-        f"{name} {runs[0]['steps']:,} ({runs[0]['rows']:,} rows)"
+        f"{name} {runs[0]['steps']:,} ({runs[0]['forward_passes']:,} forward passes)"
         for name, method in methods
         if (runs := method["runs"])
     ]
     yield Heading("How it was run")
     yield Bullets(
         (
-            f"Budget of a run: {settings['budget_value']:,.6g} {settings['budget']}; a backward pass counts "
-            "as two forward passes. Evaluations on development rows don't count as rows or seconds. They "
-            f"come after the same rows for all methods, by factors of {settings['evaluation_growth']:g}.",
+            f"Budget of a run: {settings['budget_value']:,.6g} {settings['budget'].replace('_', ' ')}; a "
+            "backward pass counts as two forward passes. Evaluations on development rows don't count. They "
+            "come after the same numbers of forward passes for all methods, by factors of "
+            f"{settings['evaluation_growth']:g}.",
             f"Rows: {counts['train']:,} for training, {counts['dev']:,} for development, {counts['test']:,} "
             "for tests. All methods read the same files in the same order for a seed. Test rows are "
             "read once, at a run's best step on development rows.",
             f"Frozen weights: {settings['quantize']}, with the same values for all methods. Optimizer: "
-            f"{settings['optimizer']}{''.join(own)}, {settings['schedule']}; "
+            f"{settings['optimizer']}{''.join(own)}, {settings['lr_scheduler_type']}; "
             f"{_count(settings['threads'], 'thread')}. A step of a method with several queries has fewer "
             f"examples: queries x examples is always {settings['batch_size']}.",
             f"Steps: {'; '.join(steps)}. The schedule spans a run's whole budget: a shorter run may reach a "
@@ -237,7 +238,7 @@ def _how(result: Result) -> Iterator[Block]:
 
 def _unit(figure: Figure) -> str:
     """Return a figure's unit, or an empty text if its title has the unit."""
-    return "" if figure.unit == "rows" else figure.unit
+    return "" if figure.unit == "forward_passes" else figure.unit
 
 
 def _value(figure: Figure, spread: Spread, unit: str | None = None) -> str:

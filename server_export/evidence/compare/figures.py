@@ -7,7 +7,7 @@ from server_export.evidence.compare.outcome import Outcome, Result, has_quality
 
 _AXES = {
     "seconds": "seconds of training",
-    "rows": "rows computed; a backward pass counts as two forward passes",
+    "forward_passes": "forward passes; a backward pass counts as two forward passes",
 }
 
 

@@ -42,8 +42,8 @@ class ComparedMethod:
         """Return the number of training examples in a step."""
         return max(1, batch_size // self.queries)
 
-    def rows(self, batch_size: int) -> int:
-        """Return the rows that a step computes; a backward pass counts as two forward passes."""
+    def forward_passes(self, batch_size: int) -> int:
+        """Return the forward passes of a step; a backward pass counts as two forward passes."""
         if self.estimator is not None:
             each = ESTIMATORS[self.estimator].passes(self.run.get("queries", self.queries))
         else:
@@ -119,7 +119,7 @@ def export_settings(settings: CompareSettings, out: Path) -> dict[str, Any]:
         adapter: dict[str, Any] = {"start_adapter": settings.adapter}
     else:
         modules = settings.target_modules or None
-        adapter = {"rank": settings.rank, "alpha": settings.alpha, "target_modules": modules}
+        adapter = {"rank": settings.rank, "lora_alpha": settings.lora_alpha, "target_modules": modules}
     return {
         "model": settings.model_path,
         "out": out,
@@ -137,7 +137,7 @@ class RunPlan:
     steps: int
     learning_rate: float
     seed: int
-    evaluate_at: tuple[int, ...] = ()
+    eval_at: tuple[int, ...] = ()
     with_test: bool = False
 
 
@@ -153,15 +153,15 @@ def run_settings(
     chosen: dict[str, Any] = {
         **_shared(settings, bundle),
         "train": rows["train"],
-        "dev": rows["dev"] if plan.evaluate_at else None,
+        "dev": rows["dev"] if plan.eval_at else None,
         "out": out,
         "steps": plan.steps,
         "optimizer": settings.optimizer,
         "learning_rate": plan.learning_rate,
-        "schedule": settings.schedule,
+        "lr_scheduler_type": settings.lr_scheduler_type,
         "seed": plan.seed,
-        "evaluate_every": 0,
-        "evaluate_at": plan.evaluate_at,
+        "eval_steps": 0,
+        "eval_at": plan.eval_at,
         "select": "loss",
     }
     if method.estimator is None:
@@ -178,7 +178,7 @@ def run_settings(
             "engine": settings.engine,
             # One checkpoint, in the second half and right before an evaluation: its time is counted as the
             # evaluation's and not as a step's.
-            "checkpoint_every": next((step for step in plan.evaluate_at if 2 * step > plan.steps), 0),
+            "save_steps": next((step for step in plan.eval_at if 2 * step > plan.steps), 0),
         }
     return {**chosen, **method.run}
 

@@ -46,7 +46,7 @@ class Figure:
 
 FIGURES = (
     Figure("seconds_to_target", "seconds of training to the target", "s", of_quality=True),
-    Figure("rows_to_target", "rows computed to the target", "rows", of_quality=True),
+    Figure("forward_passes_to_target", "forward passes to the target", "forward_passes", of_quality=True),
     Figure("test_accuracy", "accuracy on test rows", "%", False, as_ratio=False, of_quality=True),
     Figure("test_loss", "loss on test rows", as_ratio=False, of_quality=True),
     Figure("peak_mb", "peak memory over an idle runner", "MB", noise=0.02),
@@ -102,7 +102,7 @@ def figures_of(method: Mapping[str, Any], target: LossTarget, idle_bytes: int | 
     }
     return {
         "seconds_to_target": _to_target(runs, target, "seconds"),
-        "rows_to_target": _to_target(runs, target, "rows"),
+        "forward_passes_to_target": _to_target(runs, target, "forward_passes"),
         **{key: _spread({run["seed"]: figure(run) for run in runs}) for key, figure in figures.items()},
     }
 

@@ -43,7 +43,7 @@ def curve(records: Sequence[Mapping[str, Any]]) -> list[Record]:
             after_evaluation = False
         elif record["event"] == "evaluation":
             after_evaluation = True
-            figures = {name: record.get(name) for name in ("step", "rows", "loss")}
+            figures = {name: record.get(name) for name in ("step", "forward_passes", "loss")}
             points[record["step"]] = {**figures, "seconds": total}
     return list(points.values())
 
@@ -83,7 +83,7 @@ def read_run(run: Path, examples: int, step_bytes: int | None, test: Mapping[str
     tokens = examples * train["training_tokens"] / train["training_rows"]
     return {
         "steps": train["steps"],
-        "rows": train["rows"],
+        "forward_passes": train["forward_passes"],
         # A row counts once, however many adapter copies a step computes it with.
         "tokens_per_second": tokens / statistics.median(seconds_by_step.values())
         if seconds_by_step

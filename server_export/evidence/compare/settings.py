@@ -18,7 +18,7 @@ from prge.training.settings import ExampleFlags, TrainingFlags
 from server_export.evidence.demo import DEMO, model_path
 from server_export.settings import ExportConfig, PrependBos
 
-BudgetUnit = Literal["rows", "seconds", "steps"]
+BudgetUnit = Literal["forward_passes", "seconds", "steps"]
 # Seed of a search's trials, which no reported run may have.
 SEARCH_SEED = 7
 
@@ -27,6 +27,7 @@ SEARCH_SEED = 7
 class CompareSettings(ExampleFlags):
     """Compare training methods on one model, one frozen base and the same rows, at equal quality."""
 
+    EXAMPLE: ClassVar = "--preset demo --out comparison"
     PRESETS: ClassVar = Path(__file__).with_name("presets")
 
     out: OutputFolder
@@ -72,13 +73,13 @@ class CompareSettings(ExampleFlags):
     """Methods to compare, by name."""
     seeds: list[int] = field(default_factory=lambda: [42, 1337, 2025])
     """Seeds of the reported runs: row order and directions."""
-    budget: BudgetUnit = "rows"
-    """Unit of the budget, equal for all runs: rows computed (a backward pass counts as two forward passes),
+    budget: BudgetUnit = "forward_passes"
+    """Unit of the budget, equal for all runs: forward passes (a backward pass counts as two forward passes),
     seconds, or steps."""
     budget_value: float = 16000.0
     """Budget of each run."""
     evaluation_growth: float = 1.3
-    """Factor between the numbers of rows after which development rows are scored, at the same rows for every
+    """Factor between the forward passes after which development rows are scored, the same for every
     method."""
 
     quantize: str = ExportConfig.quantize
@@ -89,7 +90,7 @@ class CompareSettings(ExampleFlags):
     """Linear layers to adapt."""
     rank: int = ExportConfig.rank
     """Rank of the adapter."""
-    alpha: float = ExportConfig.alpha
+    lora_alpha: float = ExportConfig.lora_alpha
     """LoRA alpha."""
     batch_size: int = 16
     """Examples per step of a method with one query or an exact gradient; several queries share them."""
@@ -100,7 +101,7 @@ class CompareSettings(ExampleFlags):
 
     optimizer: OptimizerName = "adam"
     """Optimizer of every method."""
-    schedule: ScheduleName = TrainingFlags.schedule
+    lr_scheduler_type: ScheduleName = TrainingFlags.lr_scheduler_type
     """Learning rate over the steps."""
     threads: int = 1
     """Threads of every run."""

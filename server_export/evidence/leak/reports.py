@@ -34,27 +34,27 @@ class ReportView:
         indices: i64 [values], the values that are sent; None: all.
         directions: f32 [values, size], directions that the gradient is projected on; None: no projection.
         queries: number of directions in a step.
-        clip: bound of a row's contribution: of its gradient's norm, or of the root mean square of its
-            projected gradients in a step; 0: no bound.
+        max_grad_norm: bound of a row's contribution: of its gradient's norm, or of the root mean square of
+            its projected gradients in a step; 0: no bound.
     """
 
     indices: torch.Tensor | None = None
     directions: torch.Tensor | None = None
     queries: int = 1
-    clip: float = 0.0
+    max_grad_norm: float = 0.0
 
     def __call__(self, gradients: torch.Tensor) -> torch.Tensor:
         """Return every row's contribution to a report, [rows, values], from gradients [rows, size]."""
         if self.directions is not None:
             projected_gradients = gradients @ self.directions.T
-            if not self.clip:
+            if not self.max_grad_norm:
                 return projected_gradients
             steps = projected_gradients.unflatten(1, (-1, self.queries))
             sizes = steps.square().mean(2, keepdim=True).sqrt()
-            return (steps * (self.clip / sizes.clamp_min(self.clip))).flatten(1)
-        if self.clip:
+            return (steps * (self.max_grad_norm / sizes.clamp_min(self.max_grad_norm))).flatten(1)
+        if self.max_grad_norm:
             norms = gradients.norm(dim=1, keepdim=True)
-            gradients = gradients * (self.clip / norms.clamp_min(self.clip))
+            gradients = gradients * (self.max_grad_norm / norms.clamp_min(self.max_grad_norm))
         return gradients if self.indices is None else gradients[:, self.indices]
 
 
@@ -120,7 +120,7 @@ def make_report(
     if not noise:
         return Report(view, view(gradients).mean(0), len(gradients))
     clip = float(gradients.norm(dim=1).max())
-    view = replace(view, clip=clip)
+    view = replace(view, max_grad_norm=clip)
     deviation = noise * clip * math.sqrt(view.queries) / len(gradients)
     values = view(gradients).mean(0)
     values = values + deviation * torch.randn(values.shape, generator=generator)

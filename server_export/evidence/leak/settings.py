@@ -46,6 +46,7 @@ class AttackCase:
 class LeakSettings(ExampleFlags):
     """Try to reconstruct rows from the reports of a fleet's device. Failure is no proof of safety."""
 
+    EXAMPLE: ClassVar = "--preset demo --out leak.svg"
     PRESETS: ClassVar = Path(__file__).with_name("presets")
 
     preset: str | None = None

@@ -91,5 +91,5 @@ def run_arguments(phone: Path, stack_bundle: Path) -> list[object]:
         "--folder", phone, "--bundle", stack_bundle, "--train", DEMO / "train.jsonl", "--dev",
         DEMO / "dev.jsonl", "--dev-limit", 20, "--task", DEMO / "task.yaml", "--steps", 20, "--threads", 1,
         "--queries", 2, "--batch-size", 2,
-        "--evaluate-every", 10, "--select", "loss", "--checkpoint-every", 10, "--learning-rate", 0.01,
+        "--eval-steps", 10, "--select", "loss", "--save-steps", 10, "--learning-rate", 0.01,
     ]  # fmt: skip

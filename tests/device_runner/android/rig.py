@@ -197,7 +197,7 @@ def _there(rig: Rig, runtime: Runtime, bundle: Path, here: Path, work: Path) -> 
     _log("run, killed and resumed")
     rig.prge("run", *_run_arguments(bundle), "--out", "killed")
     journal = rig.phone_folder / "prge" / "runs" / "killed" / "journal.jsonl"
-    _until(lambda: journal.is_file() and journal.read_bytes().count(b'"kind":"step"') >= 2, "no steps")
+    _until(lambda: journal.is_file() and journal.read_bytes().count(b'"type":"step"') >= 2, "no steps")
     rig.prge("stop", "killed", "--now")
     rig.prge("run", "--resume", "killed", "--wait")
     rig.prge("pull", "killed", "--out", work / "killed")
@@ -286,7 +286,7 @@ def _pauses(rig: Rig, bundle: Path) -> bool:
     rig.prge("run", *_run_arguments(bundle), "--when", "cool:45,battery:30,0-24", "--out", "hot")
     log = run / "log.txt"
     _until(lambda: log.is_file() and "paused, too hot: 47.0" in log.read_text(), "no pause in the log")
-    waited = b'"kind":"step"' not in (run / "journal.jsonl").read_bytes()
+    waited = b'"type":"step"' not in (run / "journal.jsonl").read_bytes()
     zone.write_text("41500\n")
     output = rig.prge("status", "hot", "--wait").stdout
     return waited and "completed" in output and "going on after a pause" in log.read_text()
@@ -318,7 +318,9 @@ def _gradient_difference(here: Path, there: Path) -> float:
             a, b = local.step(step), remote.step(step)
             assert a is not None and b is not None, f"step {step} is missing"
             assert a["rows"] == b["rows"] and a["seed"] == b["seed"], f"step {step} has other rows or seed"
-            largest = max(largest, float(np.abs(np.subtract(a["scalars"], b["scalars"])).max()))
+            largest = max(
+                largest, float(np.abs(np.subtract(a["projected_gradients"], b["projected_gradients"])).max())
+            )
     return largest
 
 

@@ -39,7 +39,7 @@ def evaluated(daemon: Daemon, code: str) -> str:
 def steps(run: Path) -> int:
     """Return the number of steps in a run's journal."""
     journal = run / "journal.jsonl"
-    return journal.read_bytes().count(b'"kind":"step"') if journal.is_file() else 0
+    return journal.read_bytes().count(b'"type":"step"') if journal.is_file() else 0
 
 
 def wait_for_steps(run: Path, count: int, seconds: float = 60) -> None:

@@ -157,7 +157,7 @@ def test_unprepared_phones_and_results_of_another_phone_are_refused(fake: FakePh
     (fake.folder / "runtime.tree").unlink()
     assert "has no runtime" in fake.prge("bench", "texts", code=2).stderr
     fake.adb.write_text("#!/bin/sh\necho 'List of devices attached'\n")
-    assert "No device is connected" in fake.prge("bench", "texts", code=2).stderr
+    assert "Connected devices: none" in fake.prge("bench", "texts", code=2).stderr
 
 
 def test_bundles_are_estimated_and_refused_if_the_storage_is_full(

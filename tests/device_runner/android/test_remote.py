@@ -168,7 +168,7 @@ def test_a_verb_on_a_phone_is_its_settings_class_and_a_line(
 ) -> None:
     for name, value in {"PRGE_ADB": phone.adb, "ANDROID_SERIAL": "fake"}.items():
         monkeypatch.setenv(name, str(value))
-    verb = RemoteVerb("count", _Settings, "count rows on a phone")
+    verb = RemoteVerb("count", _Settings, "count rows on a phone", "--data rows.jsonl")
     notes, rows = tmp_path / "notes.txt", write_rows(tmp_path / "rows.jsonl", [{"text": "a"}])
     notes.write_text("mine")
     (phone.folder / "runtime" / "run.sh").write_text('#!/bin/sh\necho "$3" >&2\ncat "$5"\nexit 4\n')

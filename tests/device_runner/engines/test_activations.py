@@ -40,7 +40,7 @@ STATES = [np.random.default_rng(n).standard_normal((1, 2, 5, 3)).astype(np.float
 
 def new_store(**settings: Any) -> ActivationStore:
     """Return a store for a chain whose blocks save nothing."""
-    chain = SimpleNamespace(end=1, lowest_adapted=1, blocks=[None], bounds=Bounds())
+    chain = SimpleNamespace(head_start=1, lowest_adapted=1, blocks=[None], bounds=Bounds())
     blocks: Any = SimpleNamespace(chain=chain)
     return ActivationStore(blocks, **settings)
 

@@ -18,7 +18,7 @@ SEQUENCES = [TokenSequence((1,) * 90, TARGETS), TokenSequence((1,) * 90), TokenS
 
 @pytest.fixture
 def blocks() -> Any:
-    chain = SimpleNamespace(bounds=Bounds(tokens=300, context=300, chunk=100), blocks=[], end=0)
+    chain = SimpleNamespace(bounds=Bounds(tokens=300, context=300, chunk=100), blocks=[], head_start=0)
     return SimpleNamespace(chain=chain)
 
 

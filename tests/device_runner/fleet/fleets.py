@@ -120,7 +120,7 @@ def ledger(folder: Path) -> list[dict[str, Any]]:
 
 def record_types(folder: Path) -> list[str]:
     """Return the types of the lines in a device's ledger."""
-    return [record["kind"] for record in ledger(folder)]
+    return [record["type"] for record in ledger(folder)]
 
 
 def same(left: FloatArray, right: FloatArray) -> bool:

@@ -26,13 +26,13 @@ def test_every_setting_of_a_plan_is_in_the_hash(item: Any) -> None:
         "estimator": "antithetic",
         "combine": "median",
         "optimizer": "sgd",
-        "schedule": "linear",
+        "lr_scheduler_type": "linear",
         "share_directions": True,
         "noise": 1.0,
         "unit": "owner",
         "loss_normalisation": "token",
     }
-    needed = {"clip": 1.0, "share_directions": True} if item.name == "noise" else {}
+    needed = {"max_grad_norm": 1.0, "share_directions": True} if item.name == "noise" else {}
     value = others.get(item.name) or (getattr(Plan, item.name) or 1) / 2
     if isinstance(getattr(Plan, item.name), int) and item.name not in others:
         value = getattr(Plan, item.name) + 1
@@ -66,12 +66,12 @@ def test_invalid_bytes_are_refused(content: bytes) -> None:
 @pytest.mark.parametrize(
     ("settings", "value"),
     [
-        ({"noise": 1.0, "share_directions": True}, "--clip"),
-        ({"noise": 1.0, "clip": 1.0}, "--share-directions"),
-        ({"noise": 1.0, "clip": 1.0, "estimator": "antithetic"}, "--examples"),
-        ({"warmup": 500}, "--warmup"),
+        ({"noise": 1.0, "share_directions": True}, "--max-grad-norm"),
+        ({"noise": 1.0, "max_grad_norm": 1.0}, "--share-directions"),
+        ({"noise": 1.0, "max_grad_norm": 1.0, "estimator": "antithetic"}, "--examples"),
+        ({"warmup_steps": 500}, "--warmup-steps"),
         ({"rounds": 0}, "--rounds"),
-        ({"loss_normalisation": "token", "clip": 1.0}, "--loss-normalisation"),
+        ({"loss_normalisation": "token", "max_grad_norm": 1.0}, "--loss-normalisation"),
         ({"learning_rate": float("nan")}, "--learning-rate"),
     ],
 )

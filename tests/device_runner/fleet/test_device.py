@@ -25,7 +25,13 @@ from tests.device_runner.fleet.fleets import NODES, Fleet, ledger, record_types
 from tests.device_runner.numpy_device import Killed
 
 NODE = NODES[0]
-NOISE: dict[str, Any] = {"share_directions": True, "clip": 1.0, "noise": 8.0, "queries": 4, "examples": 5}
+NOISE: dict[str, Any] = {
+    "share_directions": True,
+    "max_grad_norm": 1.0,
+    "noise": 8.0,
+    "queries": 4,
+    "examples": 5,
+}
 ROWS = 14
 
 
@@ -67,7 +73,7 @@ class Server:
     def lines(self) -> list[dict[str, Any]]:
         """Return the ledger's lines of begun rounds."""
         there = (self.folder / LEDGER).is_file()
-        return [line for line in ledger(self.folder) if line["kind"] == "begun"] if there else []
+        return [line for line in ledger(self.folder) if line["type"] == "begun"] if there else []
 
 
 @pytest.fixture
@@ -106,7 +112,7 @@ class TestOneResultPerLine:
         assert "is gone" in servers[0].refusal(0)
 
     @pytest.mark.parametrize(
-        "method", [{}, {"estimator": "exact", "optimizer": "sgd"}], ids=["scalars", "changes"]
+        "method", [{}, {"estimator": "exact", "optimizer": "sgd"}], ids=["projected_gradients", "changes"]
     )
     def test_a_device_killed_at_any_instant_sends_one_result(
         self, fleet: Fleet, method: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -183,7 +189,7 @@ class TestCounting:
 
     def test_a_round_of_the_first_version_counts_as_one_without_noise(self, server: Server) -> None:
         with Journal(server.folder / LEDGER) as old:
-            old.append({"kind": "round", "step": 0, "agreement": "ab", "round": 3, "time": 0.0, "steps": 2,
+            old.append({"type": "round", "step": 0, "agreement": "ab", "round": 3, "time": 0.0, "steps": 2,
                         "examples": 4, "rows": 9, "noise": 1.0, "bytes": 9})  # fmt: skip
         server.fleet.join(NODE, "most_privacy_epsilon: 50\n")
         assert "privacy_epsilon would be inf" in server.refusal(0)
@@ -270,7 +276,12 @@ class TestTasksOutsideThePlan:
         assert not server.lines
 
     def test_noise_out_of_bounds_is_refused(self, server: Server) -> None:
-        for setting, value in (("noise", 1e-200), ("noise", 1e9), ("clip", 1e-300), ("clip", 1e30)):
+        for setting, value in (
+            ("noise", 1e-200),
+            ("noise", 1e9),
+            ("max_grad_norm", 1e-300),
+            ("max_grad_norm", 1e30),
+        ):
             reply = json.loads(server.agreement.content)
             reply["plan"][setting] = value
             problem = f"--{setting} is {value:g}, with noise it must be from "

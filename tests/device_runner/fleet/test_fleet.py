@@ -33,7 +33,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "FedAvg, trimmed": {"estimator": "exact", "combine": "trimmed"},
 }
 ENCODERS = {f"encoder, {name}": METHODS[name] for name in ("tangents", "FedAvg, trimmed")}
-NOISE: dict[str, Any] = {"share_directions": True, "clip": 1.0, "noise": 1.0, "queries": 8}
+NOISE: dict[str, Any] = {"share_directions": True, "max_grad_norm": 1.0, "noise": 1.0, "queries": 8}
 BUDGET_EXCEEDED = TaskRefusal(
     "privacy_epsilon would be 9 after this round, but at most 1 is allowed"
 ).to_bytes()
@@ -96,7 +96,7 @@ def test_a_server_that_is_killed_before_it_has_scored_a_round_scores_it_later(
             append = server.journal.append
 
             def killed(record: Any, append: Any = append) -> Any:
-                if record["kind"] == "evaluation":
+                if record["type"] == "evaluation":
                     raise Killed
                 return append(record)
 
@@ -116,7 +116,7 @@ def test_a_server_that_is_killed_before_it_has_scored_a_round_scores_it_later(
 
 def _evaluations(folder: Path) -> list[tuple[int, float]]:
     records = Journal(folder / "journal.jsonl", writable=False).records
-    return [(record["step"], record["loss"]) for record in records if record["kind"] == "evaluation"]
+    return [(record["step"], record["loss"]) for record in records if record["type"] == "evaluation"]
 
 
 @pytest.mark.parametrize("fleet", ["decoder", "encoder"], indirect=True)
@@ -127,7 +127,7 @@ def test_a_fleet_that_was_killed_at_its_start_can_start_again(
     append, written = Journal.append, []
 
     def killed(journal: Journal, record: Any) -> Any:
-        if record["kind"] == "start":
+        if record["type"] == "start":
             raise Killed
         written.append(record)
         return append(journal, record)
@@ -205,7 +205,7 @@ def test_a_task_brings_only_what_is_missing(fleet: Fleet) -> None:
 
 
 def test_development_rows_may_be_evaluated_only_before_and_after(fleet: Fleet) -> None:
-    settings = fleet.settings(rounds=3, evaluate_every=0)
+    settings = fleet.settings(rounds=3, eval_steps=0)
     fleet.run(settings)
     assert [step for step, _ in _evaluations(settings.out)] == [0, 9]
 

@@ -49,7 +49,7 @@ def test_the_default_policy_allows_the_default_plan_but_not_exact() -> None:
 
 def test_a_large_delta_is_refused() -> None:
     """With delta 0.9, any noise would look sufficient."""
-    noisy = Plan(noise=1.0, clip=1.0, share_directions=True, delta=0.9)
+    noisy = Plan(noise=1.0, max_grad_norm=1.0, share_directions=True, delta=0.9)
     (objection,) = Policy().objections(noisy, _at(12), 0)
     assert objection == "the owner's policy has most_delta 1e-05, the plan asks for 0.9"
 

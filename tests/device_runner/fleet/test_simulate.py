@@ -76,7 +76,7 @@ def test_a_simulation_counts_its_bytes_and_is_reproducible(
 def test_devices_stop_when_their_privacy_budget_is_spent(
     make_arguments: MakeArguments, tmp_path: Path
 ) -> None:
-    plan = {"share_directions": "true", "clip": 1, "noise": 2, "queries": 8, "rounds": 40}
+    plan = {"share_directions": "true", "max_grad_norm": 1, "noise": 2, "queries": 8, "rounds": 40}
     figures = _figures(make_arguments, **plan, most_privacy_epsilon=5)
     assert 3 < figures["privacy_epsilon"] <= 5
     assert len(figures["curve"]) < 40

@@ -16,7 +16,7 @@ def write_run(folder: Path, status: str = "completed", steps: int = 40, **train:
     (folder / "config.yaml").write_text("\n".join([*config, "estimator: exact", ""]))
     lines: list[dict[str, Any]] = []
     for step in range(steps + 1):
-        spent = {"rows": 4 * step, "seconds": step / 2, "evaluation_seconds": 0.0}
+        spent = {"forward_passes": 4 * step, "seconds": step / 2, "evaluation_seconds": 0.0}
         if step:
             lines.append({"event": "step", "step": step, "loss": 4 - step / 100, "tokens": 50, **spent})
         if step in PERPLEXITIES:
@@ -39,7 +39,7 @@ def write_run(folder: Path, status: str = "completed", steps: int = 40, **train:
             "steps": steps,
             "seconds": steps / 2,
             "evaluation_seconds": 0.0,
-            "rows": 4 * steps,
+            "forward_passes": 4 * steps,
             "final_step": 20 if status == "completed" else None,
             "trained_values": 6144,
             "memory": {"peak_bytes": 123_000_000, "beyond_loaded_bytes": None},

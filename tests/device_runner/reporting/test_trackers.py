@@ -31,7 +31,7 @@ def losses(folder: Path, name: str = "train/loss") -> list[tuple[int, float]]:
 
 def write(log: RunLog, *steps: int) -> None:
     for step in steps:
-        log.metric({"event": "step", "step": step, "loss": 1 / step, "scalar_deviation": math.nan})
+        log.metric({"event": "step", "step": step, "loss": 1 / step, "projected_gradient_std": math.nan})
 
 
 def test_tensorboard_reads_all_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,5 +104,12 @@ def test_follow_needs_a_destination(tmp_path: Path) -> None:
 
 
 def test_figures_are_only_numbers() -> None:
-    record = {"event": "evaluation", "step": 3, "split": "dev", "loss": 0.5, "rows": 8, "seconds": None}
+    record = {
+        "event": "evaluation",
+        "step": 3,
+        "split": "dev",
+        "loss": 0.5,
+        "forward_passes": 8,
+        "seconds": None,
+    }
     assert figures(record) == {"dev/loss": 0.5, "dev/rows": 8.0}

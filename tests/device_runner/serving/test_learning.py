@@ -579,7 +579,7 @@ def test_a_full_disk_is_retried(
     learning, append = workspace.open(), Journal.append
 
     def refuse(self: Journal, record: dict[str, Any]) -> dict[str, Any]:
-        if record["kind"] == at:
+        if record["type"] == at:
             raise RunError("no space left")
         return append(self, record)
 
@@ -663,7 +663,7 @@ def test_the_history_has_a_line_for_each_record(workspace: Workspace) -> None:
     feedback(workspace.learn / FEEDBACK, EVERY)
     workspace.learnt()
     record_types = [
-        json.loads(line)["record"]["kind"] for line in (workspace.learn / HISTORY).read_text().splitlines()
+        json.loads(line)["record"]["type"] for line in (workspace.learn / HISTORY).read_text().splitlines()
     ]
     assert record_types == ["start", "round", "judged"]
     assert np.isfinite(workspace.served[0].values).all()

@@ -77,7 +77,7 @@ def round(tmp_path: Path) -> Round:
     entries = index.entries(index.keys)
     index.close()
     folder = feedback.parent / "rounds/0001"
-    settings = RunSettings(bundle.folder, feedback, folder, steps=60, batch_size=2, checkpoint_every=10)
+    settings = RunSettings(bundle.folder, feedback, folder, steps=60, batch_size=2, save_steps=10)
     start = Adapter.zeros(bundle.chain.modules)
     rows = entries[:3], entries[3:], entries[:0]
     plan = resolve_settings(settings, bundle).with_date()

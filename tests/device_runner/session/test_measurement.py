@@ -45,7 +45,7 @@ def test_an_error_and_a_kill_have_their_codes(tmp_path: Path, workshop: Path) ->
     )  # fmt: skip
     child = started(tmp_path, "run", *arguments, "--steps", 100_000, "--task", workshop / "task.yaml")
     journal, until = tmp_path / "run/journal.jsonl", time.monotonic() + 60
-    while not (journal.is_file() and b'"kind":"step"' in journal.read_bytes()):
+    while not (journal.is_file() and b'"type":"step"' in journal.read_bytes()):
         assert time.monotonic() < until
         time.sleep(0.05)
     # After the signal the run ends after its step.

@@ -87,7 +87,7 @@ class Run:
     def take_steps(self, last: int) -> None:
         for step in range(self.state.step, last):
             self.go_to(step + 1)
-            self.samples.on_step({"kind": "step", "step": step, "loss": 1.0, "learning_rate": 1.0}, None)
+            self.samples.on_step({"type": "step", "step": step, "loss": 1.0, "learning_rate": 1.0}, None)
 
 
 @pytest.fixture

@@ -54,19 +54,19 @@ def test_the_default_estimator_is_the_best_one_that_the_bundle_supports(
 
 
 @pytest.mark.parametrize(
-    ("changes", "optimizer", "beta2"),
+    ("changes", "optimizer", "adam_beta2"),
     [
         ({}, "adam", 0.98),
         ({"estimator": "tangent"}, "adam", 0.999),
-        ({"optimizer": "sgd", "beta2": 0.9, "estimator": "antithetic"}, "sgd", 0.9),
+        ({"optimizer": "sgd", "adam_beta2": 0.9, "estimator": "antithetic"}, "sgd", 0.9),
     ],
 )
 def test_the_optimizer_follows_from_the_estimator(
-    changes: dict[str, Any], optimizer: str, beta2: float
+    changes: dict[str, Any], optimizer: str, adam_beta2: float
 ) -> None:
     bundle = in_memory_bundle()
     result = resolve_settings(_settings(**changes), bundle)
-    assert (result.optimizer, result.beta2) == (optimizer, beta2)
+    assert (result.optimizer, result.adam_beta2) == (optimizer, adam_beta2)
     assert resolve_settings(result, bundle) == result
 
 
@@ -75,7 +75,7 @@ def test_the_optimizer_follows_from_the_estimator(
     [
         ({"estimator": "tangent"}, "role-missing", "tangent"),
         ({"estimator": "exact"}, "role-missing", "antithetic, fzoo"),
-        ({"clip_examples": 1.0, "batch_size": 1}, "settings-unusable", "--clip-examples"),
+        ({"max_example_grad_norm": 1.0, "batch_size": 1}, "settings-unusable", "--max-example-grad-norm"),
         ({"sample_prompts": Path("p")}, "role-missing", "--sample-prompts"),
         ({"trunk_cache_bytes": 1}, "trunk-missing", "--adapt-layers"),
     ],
@@ -93,11 +93,11 @@ def test_settings_that_do_not_fit_the_bundle_are_refused(
         ({"epsilon": 1.0, "estimator": "tangent"}, "--epsilon"),
         ({"queries": 2, "estimator": "exact"}, "--queries"),
         ({"share_directions": True, "estimator": "fzoo"}, "--share-directions"),
-        ({"clip_examples": 1.0, "estimator": "tangent", "batch_size": 1}, "--estimator exact"),
-        ({"clip_examples": 1.0, "loss_normalisation": "token"}, "--loss-normalisation"),
-        ({"clip_examples": 1.0, "batch_size": 1, "head_learning_rate": 0.1}, "--head-learning-rate"),
+        ({"max_example_grad_norm": 1.0, "estimator": "tangent", "batch_size": 1}, "--estimator exact"),
+        ({"max_example_grad_norm": 1.0, "loss_normalisation": "token"}, "--loss-normalisation"),
+        ({"max_example_grad_norm": 1.0, "batch_size": 1, "head_learning_rate": 0.1}, "--head-learning-rate"),
         ({"sample_prompts": Path("p"), "sample_rows": 3}, "--sample-rows"),
-        ({"clip_examples": -1.0, "batch_size": 1}, "-1.0"),
+        ({"max_example_grad_norm": -1.0, "batch_size": 1}, "-1.0"),
     ],
 )
 def test_settings_without_a_meaning_are_refused(changes: dict[str, Any], value: str) -> None:
@@ -112,9 +112,9 @@ def test_a_default_that_is_set_is_accepted() -> None:
 
 
 def test_steps_to_evaluate_at_lie_within_the_run() -> None:
-    arguments = ["--bundle", "b", "--train", "t", "--out", "o", "--steps", "8", "--evaluate-at"]
-    assert parse_settings(RunSettings, [*arguments, "0", "3", "8"], "prge run").evaluate_at == [0, 3, 8]
-    with raises(ConfigError, "settings-unusable", containing="--evaluate-at"):
+    arguments = ["--bundle", "b", "--train", "t", "--out", "o", "--steps", "8", "--eval-at"]
+    assert parse_settings(RunSettings, [*arguments, "0", "3", "8"], "prge run").eval_at == [0, 3, 8]
+    with raises(ConfigError, "settings-unusable", containing="--eval-at"):
         parse_settings(RunSettings, [*arguments, "3", "9"], "prge run")
 
 
@@ -122,9 +122,7 @@ def test_epochs_replace_steps() -> None:
     arguments = ["--bundle", "b", "--train", "t", "--out", "o", "--epochs", "2"]
     with raises(ConfigError, "settings-unusable", containing="--epochs"):
         parse_settings(RunSettings, [*arguments, "--steps", "8"], "prge run")
-    settings = parse_settings(
-        RunSettings, [*arguments, "--evaluate-at", "3", "--batch-size", "12"], "prge run"
-    )
+    settings = parse_settings(RunSettings, [*arguments, "--eval-at", "3", "--batch-size", "12"], "prge run")
     examples = [classification(number, [1], 2, 0) for number in range(25)]
 
     def planned(settings: RunSettings) -> RunSettings:
@@ -133,9 +131,9 @@ def test_epochs_replace_steps() -> None:
     result = planned(settings)
     # 12 rows per step: 50 rows take 5 steps, of which the last exceeds one epoch.
     assert (result.epochs, result.steps) == (None, 5)
-    assert planned(result) == result and result.warmup == 1
-    assert planned(replace(settings, epochs=0.001, evaluate_at=[])).steps == 1
-    with raises(ConfigError, "settings-unusable", containing="--evaluate-at"):
+    assert planned(result) == result and result.warmup_steps == 1
+    assert planned(replace(settings, epochs=0.001, eval_at=[])).steps == 1
+    with raises(ConfigError, "settings-unusable", containing="--eval-at"):
         planned(replace(settings, epochs=0.1))
 
 
@@ -148,20 +146,22 @@ def test_the_name_of_a_data_set_is_no_path() -> None:
 
 def test_estimators_have_the_values_of_the_settings() -> None:
     tangents = make_estimator(
-        resolve_settings(_settings(estimator="tangent", share_directions=True, clip=0.5), CHAIN)
+        resolve_settings(_settings(estimator="tangent", share_directions=True, max_grad_norm=0.5), CHAIN)
     )
     assert isinstance(tangents, TangentEstimator)
-    assert (tangents.queries, tangents.shared, tangents.clip) == (4, True, 0.5)
+    assert (tangents.queries, tangents.shared, tangents.max_grad_norm) == (4, True, 0.5)
     differences = make_estimator(
-        resolve_settings(_settings(estimator="antithetic", clip=0.5, epsilon=0.1), CHAIN)
+        resolve_settings(_settings(estimator="antithetic", max_grad_norm=0.5, epsilon=0.1), CHAIN)
     )
     assert isinstance(differences, Differences)
     assert differences.rule == Antithetic(4, 0.1)
-    assert differences.clip == 0.5
+    assert differences.max_grad_norm == 0.5
     fzoo = make_estimator(resolve_settings(_settings(estimator="fzoo"), CHAIN))
-    exact = make_estimator(resolve_settings(_settings(clip=0.5, clip_examples=0.1, batch_size=4), CHAIN))
+    exact = make_estimator(
+        resolve_settings(_settings(max_grad_norm=0.5, max_example_grad_norm=0.1, batch_size=4), CHAIN)
+    )
     assert isinstance(exact, Exact)
-    assert (exact.clip, exact.clip_examples) == (0.5, 0.1)
+    assert (exact.max_grad_norm, exact.max_example_grad_norm) == (0.5, 0.1)
     assert isinstance(fzoo, Differences) and fzoo.rule == OneSided(4, 0.01)
 
 
@@ -174,7 +174,7 @@ def test_estimators_have_the_values_of_the_settings() -> None:
         ({"estimator": "fzoo", "batch_size": 2}, "forward", (5, 2, 0)),
         ({"estimator": "exact"}, "backward", (1, 4, 0)),
         # Each of these examples is computed alone.
-        ({"estimator": "exact", "clip_examples": 0.1, "batch_size": 3}, "backward", (1, 1, 0)),
+        ({"estimator": "exact", "max_example_grad_norm": 0.1, "batch_size": 3}, "backward", (1, 1, 0)),
     ],
 )
 def test_the_plan_of_a_run_has_the_sizes_of_its_steps(
@@ -196,7 +196,7 @@ def test_the_plan_of_a_run_has_the_sizes_of_its_steps(
         (3, {}, 1, 3),
         (6, {}, 1, 6),
         (6, {"batch_size": 2}, 2, 12),
-        (1, {"batch_size": 3, "clip_examples": 0.1, "estimator": "exact"}, 3, 1),
+        (1, {"batch_size": 3, "max_example_grad_norm": 0.1, "estimator": "exact"}, 3, 1),
     ],
 )
 def test_the_batch_size_counts_the_examples_of_a_step(

@@ -61,9 +61,9 @@ def test_a_flag_of_another_tool_names_that_of_the_verb(word: str, actual: str) -
     ("settings_type", "word", "message"),
     [
         (RunSettings, "--dataset", "; here it is --train"),
-        (RunSettings, "--gradient_accumulation_steps", ": --batch-size counts the examples of an optimizer"),
+        (RunSettings, "--gradient_accumulation_steps", ": --batch-size counts the examples of an"),
         (RunSettings, "--lora_r", "; other verbs call it --rank"),
-        (ExportConfig, "--lora_alpha", "; here it is --alpha"),
+        (ExportConfig, "--lora_rank", "; here it is --rank"),
         (PublishConfig, "--push-to-hub", "; here it is --push"),
         (RunSettings, "--push-to-hub", ": `prge publish RUN --out FOLDER --push OWNER/NAME` does that"),
         (TuneSettings, "--bf16", ": adapters are float32; --quantize of `prge tune` and"),
@@ -143,8 +143,9 @@ def test_a_misspelt_help_is_an_error_and_shows_no_help(capsys: pytest.CaptureFix
 
 def test_the_tables_name_only_settings_and_hide_none() -> None:
     tables = read_yaml(Path(habits.__file__).with_suffix(".yaml"))
-    assert tables.keys() == {"settings", "told", "verbs"}
+    assert tables.keys() == {"renamed", "settings", "messages", "verbs"}
     actual = {word.partition("=")[0] for words in tables["settings"] for word in words.split()}
+    actual |= tables["renamed"].keys()
     assert not [
         name
         for name in actual
@@ -154,7 +155,9 @@ def test_the_tables_name_only_settings_and_hide_none() -> None:
     expected = {
         name: [word for words in table.values() for word in words.split()] for name, table in tables.items()
     }
-    assert all(suggest_setting(name, actual, flag)[1] for name in [*expected["settings"], *expected["told"]])
+    unknown = [*expected["renamed"], *expected["settings"], *expected["messages"]]
+    assert all(suggest_setting(name, actual, flag)[1] for name in unknown)
+    assert not set(expected["renamed"]) & {*actual, *expected["settings"], *expected["messages"]}
     assert all(len(names) == len(set(names)) for names in expected.values())
     assert not set(expected["verbs"]) & VERBS.keys()
 

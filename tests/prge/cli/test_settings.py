@@ -173,7 +173,7 @@ def test_a_repeated_flag_is_reported(capsys: pytest.CaptureFixture[str]) -> None
 def test_a_list_that_took_the_value_of_another_setting_is_reported(tmp_path: Path) -> None:
     arguments = ["--rows", "a.jsonl", str(tmp_path)]
     (problem,) = problems(*arguments, positional=("bundle",))
-    assert problem == f"--bundle is missing: a path; --rows took {str(tmp_path)!r}, too"
+    assert problem == f"--bundle is missing: a path; --rows took {str(tmp_path)!r} as well"
     for word in ("b", "b" * 5000, "b\0"):
         message = problems("--label-words", "a", word, positional=("bundle",))
         assert message == ["--bundle is missing: a path"]

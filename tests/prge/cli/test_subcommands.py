@@ -28,6 +28,19 @@ def test_all_subcommands_are_listed(arguments: list[str], capsys: pytest.Capture
     assert "  push  bring things" in message
 
 
+def test_groups_have_headings(capsys: pytest.CaptureFixture[str]) -> None:
+    actions = {
+        "push": Action("bring things", lambda arguments: 0, "phone"),
+        "pull": Action("get things", lambda arguments: 0, "phone"),
+        "doctor": Action("check things", lambda arguments: 0, "inspect"),
+    }
+    assert run_action([], actions, "prge", "About.") == 0
+    assert (
+        "About.\n\nphone:\n  push    bring things\n  pull    get things\n\ninspect:\n  doctor  check things\n"
+        in capsys.readouterr().out
+    )
+
+
 def test_an_unknown_word_is_an_error_that_names_the_nearest() -> None:
     with raises(PrgeError, "verb-unknown", containing="`prge phone push`"):
         run_action(["psh"], ACTIONS, "prge phone", "")

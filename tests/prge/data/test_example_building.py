@@ -233,7 +233,7 @@ def test_messages_that_a_template_does_not_write_are_refused() -> None:
     chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
     for template, tokens in ((" ", 1), ("{{ '' }}", 0)):
         problems = problems_of(rows({"messages": chat}), chat_tokenizer(template), spec())
-        assert problems == [f"row 1: has {tokens} tokens and none to train on"]
+        assert problems == [f"row 1: it has {tokens} tokens and none to train on"]
 
 
 def test_messages_without_a_template_are_refused() -> None:
@@ -335,7 +335,7 @@ def test_encoder_cuts_the_end_and_keeps_its_special_tokens(encoder_tokenizer: To
     assert encoder_tokenizer.decode(example.sequences[0].tokens) == "<s>the film was</s>"
     assert "texts cut at the end: 1 row (1)" in report.summary()
     [problem] = problems_of(rows(FILM), encoder_tokenizer, encoder, load_task("sst2"))
-    assert problem.startswith("row 1: has 7 tokens, the bundle takes 5: shorten it")
+    assert problem.startswith("row 1: it has 7 tokens, the bundle takes 5: shorten it")
 
 
 def test_encoder_without_classes(encoder_tokenizer: Tokenizer) -> None:
@@ -356,7 +356,7 @@ def test_prompt_loses_its_beginning_and_keeps_bos() -> None:
         in report.summary()
     )
     assert problems_of(data, TOKENIZER, spec(sequence_length=5), load_task("sst2")) == [
-        "row 7: has a prompt of 8 tokens and 0 after it, the bundle takes 5: shorten it, "
+        "row 7: it has a prompt of 8 tokens and 0 after it, the bundle takes 5: shorten it, "
         "export with a larger --sequence-length, or set overflow to truncate"
     ]
 
@@ -378,7 +378,7 @@ def test_prompt_is_cut_alike_for_every_candidate() -> None:
 def test_candidates_are_never_cut() -> None:
     data = rows({"text": "a", "label": 0})
     assert problems_of(data, TOKENIZER, spec(sequence_length=3), LONG_WORDS, TRUNCATE) == [
-        "row 1: has a candidate of 2 tokens, the bundle takes 3: export with a larger --sequence-length"
+        "row 1: it has a candidate of 2 tokens, the bundle takes 3: export with a larger --sequence-length"
     ]
 
 
@@ -386,7 +386,7 @@ def test_long_text_is_refused_cut_or_split() -> None:
     data = rows({"text": "the film was a cat on a mat and a dog"})
     small = spec(sequence_length=6)
     assert problems_of(data, TOKENIZER, small) == [
-        "row 1: has 13 tokens, the bundle takes 6: shorten it, export with a larger "
+        "row 1: it has 13 tokens, the bundle takes 6: shorten it, export with a larger "
         "--sequence-length, or set overflow to truncate or split"
     ]
     cut, report = build_examples(data, TOKENIZER, small, options=TRUNCATE)
@@ -485,7 +485,7 @@ def test_empty_completion_and_prompt(bare_tokenizer: Tokenizer) -> None:
     ]
     task = Task("a", "{t}", label_words={"0": "Yes", "1": "No"})
     assert problems_of(rows({"t": "", "label": 0}), bare_tokenizer, spec(), task) == [
-        "row 1: has an empty prompt: nothing predicts its candidates"
+        "row 1: it has an empty prompt: nothing predicts its candidates"
     ]
 
 
@@ -624,8 +624,9 @@ def test_only_cut_rows_are_marked() -> None:
 
 
 def test_only_messages_need_jinja2_and_nothing_needs_torch() -> None:
-    modules = "example_building feedback_examples forms.form readers.splitting report sources scoring".split()
-    code = f"import sys, {', '.join(f'prge.data.{name}' for name in modules)}\n"
+    names = "example_building feedback_examples forms.form readers.splitting row_report sources".split()
+    modules = [*(f"prge.data.{name}" for name in names), "prge.objectives.scoring"]
+    code = f"import sys, {', '.join(modules)}\n"
     others = ["jinja2", "pyarrow", "datasets", "huggingface_hub", "torch", "transformers", "executorch"]
     code += f"print(sorted({{*{others}}} & set(sys.modules)))"
     root = Path(__file__).resolve().parents[3]

@@ -22,10 +22,10 @@ from prge.system.regular_files import open_regular
 from tests.refusals import raises
 
 RECORDS = [
-    {"kind": "start", "seed": 1},
-    {"kind": "evaluation", "step": 0, "value": 0.1 + 0.2},
-    {"kind": "step", "step": 0, "scalars": [1 / 3, -1e-30], "loss": 0.7},
-    {"kind": "step", "step": 1, "scalars": [5e300, 2.5], "loss": 0.6},
+    {"type": "start", "seed": 1},
+    {"type": "evaluation", "step": 0, "value": 0.1 + 0.2},
+    {"type": "step", "step": 0, "projected_gradients": [1 / 3, -1e-30], "loss": 0.7},
+    {"type": "step", "step": 1, "projected_gradients": [5e300, 2.5], "loss": 0.6},
 ]
 
 
@@ -83,12 +83,12 @@ def _signed(content: str) -> bytes:
     "content",
     [
         "[" * 100_000 + "]" * 100_000,
-        '{"kind":"step","step":' + "9" * 5000 + "}",
-        '{"kind":"step","step":"0"}',
-        '{"kind":"step","step":true}',
-        '{"kind":["step"],"step":0}',
+        '{"type":"step","step":' + "9" * 5000 + "}",
+        '{"type":"step","step":"0"}',
+        '{"type":"step","step":true}',
+        '{"type":["step"],"step":0}',
         '{"step":0}',
-        '{"kind":"step","step":0,"loss":NaN}',
+        '{"type":"step","step":0,"loss":NaN}',
         "3",
     ],
 )
@@ -123,7 +123,7 @@ def test_after_a_full_disk_a_journal_ends_with_its_last_complete_line(tmp_path: 
         "journal = Journal(Path(sys.argv[1]))\n"
         "limit = int(sys.argv[2])\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))\n"
-        "try: journal.append({'kind': 'step', 'step': 1, 'text': 'x' * 100})\n"
+        "try: journal.append({'type': 'step', 'step': 1, 'text': 'x' * 100})\n"
         "except RunError as error: print(error)\n"
         "journal.close()"
     )
@@ -171,11 +171,11 @@ def test_an_incomplete_line_that_cannot_be_removed_at_once_is_removed_before_the
         stream.is_full = stream.refuses = True
         before = journal.records[:]
         with raises(RunError, "storage-full"):
-            journal.append({"kind": "step", "step": 7, "text": "x" * 100})
+            journal.append({"type": "step", "step": 7, "text": "x" * 100})
         stream.is_full = False
-        journal.append({"kind": "step", "step": 8})
+        journal.append({"type": "step", "step": 8})
     with Journal(path, writable=False) as journal:
-        assert journal.records == [*before, {"kind": "step", "step": 8}]
+        assert journal.records == [*before, {"type": "step", "step": 8}]
 
 
 def test_reading_ignores_a_line_that_is_being_written(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_reading_ignores_a_line_that_is_being_written(tmp_path: Path) -> None:
 
 def test_infinite_numbers_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError):
-        Journal(tmp_path / "journal.jsonl").append({"kind": "step", "step": 0, "loss": float("nan")})
+        Journal(tmp_path / "journal.jsonl").append({"type": "step", "step": 0, "loss": float("nan")})
 
 
 @given(st.lists(st.floats(width=32, allow_nan=False)))
@@ -205,13 +205,13 @@ def test_gradients_are_removed_and_the_journal_can_be_continued(tmp_path: Path) 
     gradient = encode_array(np.linspace(-1, 1, 1000, dtype=np.float32))
     journal = Journal(path)
     for step in range(3):
-        journal.append({"kind": "step", "step": step, "loss": 0.5, "gradient": gradient})
+        journal.append({"type": "step", "step": step, "loss": 0.5, "gradient": gradient})
     length = path.stat().st_size
     journal.forget_gradients(2)
     assert path.stat().st_size < length / 2
     journal.forget_gradients(3)
     assert path.stat().st_size < length / 20
-    journal.append({"kind": "step", "step": 3, "loss": 0.5, "gradient": gradient})
+    journal.append({"type": "step", "step": 3, "loss": 0.5, "gradient": gradient})
     journal.close()
     records = Journal(path).records
     assert [record["step"] for record in records] == [0, 1, 2, 3]
@@ -223,7 +223,7 @@ def test_if_gradients_cannot_be_removed_the_journal_stays_intact(
 ) -> None:
     path = tmp_path / "journal.jsonl"
     journal = Journal(path)
-    journal.append({"kind": "step", "step": 0, "gradient": "AAAA"})
+    journal.append({"type": "step", "step": 0, "gradient": "AAAA"})
     before = path.read_bytes()
 
     def full(*_: object) -> None:
@@ -245,5 +245,5 @@ def test_a_journal_that_got_no_record_leaves_no_file(tmp_path: Path) -> None:
         pass
     assert path.read_bytes() == b""  # an empty file that existed before
     with Journal(tmp_path / "other.jsonl") as journal:
-        journal.append({"kind": "start"})
+        journal.append({"type": "start"})
     assert (tmp_path / "other.jsonl").stat().st_size > 0

@@ -42,20 +42,24 @@ def step(n: int, **more: Any) -> dict[str, Any]:
 def test_every_metric_is_written_at_once_as_a_line_of_json(tmp_path: Path) -> None:
     log = RunLog(tmp_path / "run")
     log.metric(step(0))
-    log.metric({"event": "evaluation", "step": 0, "loss": np.float32(0.5), "rows": np.int64(8)})
+    log.metric({"event": "evaluation", "step": 0, "loss": np.float32(0.5), "forward_passes": np.int64(8)})
     # The file is read before the log is closed.
     lines = (tmp_path / "run" / METRICS).read_text(encoding="utf-8").splitlines()
     assert [json.loads(line) for line in lines] == [
         {"event": "step", "step": 0, "loss": 1.0},
-        {"event": "evaluation", "step": 0, "loss": 0.5, "rows": 8},
+        {"event": "evaluation", "step": 0, "loss": 0.5, "forward_passes": 8},
     ]
     log.close()
 
 
 def test_infinite_numbers_and_nan_become_null(tmp_path: Path) -> None:
     with RunLog(tmp_path) as log:
-        log.metric({"event": "step", "step": 0, "loss": float("nan"), "scalars": np.array([np.inf, 1.0])})
-    assert read_metrics(tmp_path) == [{"event": "step", "step": 0, "loss": None, "scalars": [None, 1.0]}]
+        log.metric(
+            {"event": "step", "step": 0, "loss": float("nan"), "projected_gradients": np.array([np.inf, 1.0])}
+        )
+    assert read_metrics(tmp_path) == [
+        {"event": "step", "step": 0, "loss": None, "projected_gradients": [None, 1.0]}
+    ]
 
 
 def test_a_resume_drops_an_incomplete_line_and_records_after_the_step(tmp_path: Path) -> None:
@@ -90,9 +94,9 @@ ODD = [
     '{"event": "step", "step": -1}',
     '{"event": ["step"], "step": 1}',
     '{"event": "step", "step": 1, "loss": "low"}',
-    '{"event": "step", "step": 1, "rows": [8]}',
+    '{"event": "step", "step": 1, "forward_passes": [8]}',
     '{"event": "step", "step": 1, "seconds": NaN}',
-    '{"event": "step", "step": 1, "rows": ' + "9" * 4000 + "}",
+    '{"event": "step", "step": 1, "forward_passes": ' + "9" * 4000 + "}",
 ]
 
 

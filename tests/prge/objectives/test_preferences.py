@@ -139,7 +139,7 @@ def test_tangents_are_the_exact_gradient_along_a_direction(name: str) -> None:
     for query in range(4):
         alone = np.zeros(result.projected_gradients.shape)
         alone[query] = 4.0
-        along = tangents.gradient({"scalars": alone}, 1, 0, step.adapter.modules)
+        along = tangents.gradient({"projected_gradients": alone}, 1, 0, step.adapter.modules)
         expected = float(exact.gradient @ along)
         assert result.projected_gradients[query].mean() == pytest.approx(expected, rel=1e-3, abs=1e-5)
 

@@ -35,7 +35,7 @@ from tests.refusals import raises
 from tests.rows import bigram_completions, classification
 from tests.templates import write_peft_folder
 
-SETTINGS = TrainingSettings(steps=12, seed=7, evaluate_every=4, checkpoint_every=5)
+SETTINGS = TrainingSettings(steps=12, seed=7, eval_steps=4, save_steps=5)
 
 
 class Killed(BaseException):
@@ -104,7 +104,7 @@ class Run:
         journal = Journal(self.folder / "journal.jsonl")
         checkpoints = self.folder / "checkpoints"
         state = self.fresh_state()
-        load_latest(checkpoints, state, newest=sum(r["kind"] == "step" for r in journal.records))
+        load_latest(checkpoints, state, newest=sum(r["type"] == "step" for r in journal.records))
         cosine = schedule("cosine", 0.05, self.settings.steps)
 
         def rates(step: int) -> dict[str, float]:
@@ -146,9 +146,9 @@ ESTIMATORS = {
     "fzoo": Differences(OneSided(4, 1e-2)),
     "tangent": TangentEstimator(3),
     "tangent, shared directions": TangentEstimator(3, shared=True),
-    "tangent, clipped": TangentEstimator(3, clip=1.0),
+    "tangent, clipped": TangentEstimator(3, max_grad_norm=1.0),
     "exact": Exact(),
-    "exact, clipped": Exact(clip=1.0),
+    "exact, clipped": Exact(max_grad_norm=1.0),
 }
 
 
@@ -262,7 +262,7 @@ def test_a_dropped_gradient_is_computed_again_by_the_estimator_of_its_step(tmp_p
     run = Run(tmp_path / "run", estimator=Exact(), forgets=True)
     with pytest.raises(Killed):
         run.go(DyingEngine(run.engine, 6))
-    run.estimator = EstimatorSequence([(0, Exact()), (6, Exact(clip=1e-3))])
+    run.estimator = EstimatorSequence([(0, Exact()), (6, Exact(max_grad_norm=1e-3))])
     expected = _bits(run.go())
     prune_checkpoints(tmp_path / "run/checkpoints", set())
     assert _bits(run.go()) == expected
@@ -288,17 +288,17 @@ def test_the_best_evaluation_has_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_patience_stops_a_run_early(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", steps=1000, evaluate_every=2, patience=3, divergence_ratio=1e9)
+    run = Run(tmp_path / "run", steps=1000, eval_steps=2, patience=3, divergence_ratio=1e9)
     values = iter([0.1, 0.5, 0.2, 0.3, 0.5])
     run.evaluate = lambda state: {"loss": 0.0, "value": next(values)}  # type: ignore[method-assign]
     assert run.go().step == 8
 
 
 def test_evaluations_happen_at_the_given_steps_and_after_the_last(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", evaluate_every=0, evaluate_at=(0, 1, 5))
+    run = Run(tmp_path / "run", eval_steps=0, eval_at=(0, 1, 5))
     run.go()
     with Journal(tmp_path / "run/journal.jsonl") as journal:
-        result = [record["step"] for record in journal.records if record["kind"] == "evaluation"]
+        result = [record["step"] for record in journal.records if record["type"] == "evaluation"]
     assert result == [0, 1, 5, 12]
 
 
@@ -330,7 +330,7 @@ class BrokenEngine(DyingEngine):
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_state_before(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", evaluate_every=0)
+    run = Run(tmp_path / "run", eval_steps=0)
     with raises(DivergenceError, "loss-not-finite", containing="step 3"):
         run.go(BrokenEngine(run.engine, 3))
     restored = run.fresh_state()
@@ -339,7 +339,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_state_before(tmp_
 
 
 def test_a_tangent_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", estimator=TangentEstimator(3), evaluate_every=0)
+    run = Run(tmp_path / "run", estimator=TangentEstimator(3), eval_steps=0)
     with raises(DivergenceError, "loss-not-finite", containing="12 of 12"):
         run.go(BrokenEngine(run.engine, 3))
     with Journal(tmp_path / "run/journal.jsonl") as journal:
@@ -349,7 +349,7 @@ def test_a_tangent_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
 
 def test_a_step_that_overflows_is_not_taken(tmp_path: Path) -> None:
     """Adam's first update is the learning rate times the signs of the gradient."""
-    run = Run(tmp_path / "run", evaluate_every=0)
+    run = Run(tmp_path / "run", eval_steps=0)
     with raises(DivergenceError, "adapter-not-finite", containing="step 0"):
         run.go(constant_rate=3.4e38)
     with Journal(run.folder / "journal.jsonl") as journal:
@@ -386,8 +386,8 @@ def test_a_journal_holds_a_projected_gradient_for_every_query_and_example(tmp_pa
     run = Run(tmp_path / "run", estimator=TangentEstimator(3))
     run.go()
     with Journal(tmp_path / "run/journal.jsonl") as journal:
-        records = [record for record in journal.records if record["kind"] == "step"]
-    assert {np.shape(record["scalars"]) for record in records} == {(3, 4)}
+        records = [record for record in journal.records if record["type"] == "step"]
+    assert {np.shape(record["projected_gradients"]) for record in records} == {(3, 4)}
     assert {len(record["rows"]) for record in records} == {4}
 
 
@@ -396,7 +396,7 @@ def test_recorded_losses(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     run.go()
     with Journal(tmp_path / "run/journal.jsonl") as journal:
-        losses = [record["loss"] for record in journal.records if record["kind"] == "step"]
+        losses = [record["loss"] for record in journal.records if record["type"] == "step"]
     recorded = (
         "4.171188 4.258299 3.667934 3.926559 3.944267 3.655813 "
         "4.008866 3.660753 3.740748 3.001193 3.298386 3.456108"

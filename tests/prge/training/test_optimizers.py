@@ -77,7 +77,7 @@ def test_schedules() -> None:
 
 
 def test_warm_up_reaches_the_peak_and_then_decays() -> None:
-    rate = schedule("linear", 1.0, 12, warmup=2)
+    rate = schedule("linear", 1.0, 12, warmup_steps=2)
     assert [rate(step) for step in (0, 1, 2, 7)] == [0.5, 1.0, 1.0, 0.5]
 
 

@@ -28,10 +28,10 @@ EXAMPLES = bigram_completions(24)
 RECIPE = Recipe(
     estimator="exact",
     optimizer="adam",
-    beta2=0.98,
+    adam_beta2=0.98,
     batch_size=4,
     steps=9,
-    evaluate_every=4,
+    eval_steps=4,
     learning_rate=0.05,
 )
 
@@ -52,13 +52,13 @@ def store(engine: NumpyEngine, tmp_path: Path) -> Iterator[RunStore]:
     template = write_peft_folder(tmp_path / "template", engine.model.modules)
     (tmp_path / "run").mkdir()
     with Journal(tmp_path / "run" / "journal.jsonl") as journal:
-        yield RunStore(folder=tmp_path / "run", journal=journal, template=template, checkpoint_every=3)
+        yield RunStore(folder=tmp_path / "run", journal=journal, template=template, save_steps=3)
 
 
 def identity(**changes: Any) -> Record:
     """Return the identity of a run with the recipe."""
     hashes = dict.fromkeys(("bundle", "train", "dev", "task", "adapter", "tokens", "objective"), "")
-    return {"kind": "start", **hashes, "settings": replace(RECIPE, **changes).to_record()}
+    return {"type": "start", **hashes, "settings": replace(RECIPE, **changes).to_record()}
 
 
 def begin(store: RunStore, may_change: bool = False, **changes: Any) -> None:
@@ -84,7 +84,7 @@ def test_a_session_trains_and_writes_the_best_step(
     assert session.state.step == 0
     session.train(SilentObserver())
     assert session.state.step == 9
-    evaluations = [record["loss"] for record in store.journal.records if record["kind"] == "evaluation"]
+    evaluations = [record["loss"] for record in store.journal.records if record["type"] == "evaluation"]
     assert len(evaluations) == 4 and evaluations[-1] < 0.9 * evaluations[0]
     assert (store.write_result(session.state) / "adapter_model.safetensors").is_file()
     assert not data.adapter.values.any()
@@ -118,7 +118,7 @@ def test_a_session_may_end_before_the_recipes_last_step(
     session = open_session(RECIPE, engine, data, store, until=4)
     session.train(SilentObserver())
     rates = RECIPE.learning_rates()
-    learning_rates = [record["learning_rate"] for record in store.journal.records if record["kind"] == "step"]
+    learning_rates = [record["learning_rate"] for record in store.journal.records if record["type"] == "step"]
     assert learning_rates == [rates(step)["learning_rate"] for step in range(4)]
 
 
@@ -130,7 +130,7 @@ def test_data_can_have_their_own_sampler(engine: NumpyEngine, data: SessionData,
     begin(store)
     session = open_session(RECIPE, engine, replace(data, sampler=Last(EXAMPLES, 2, 0)), store)
     session.train(SilentObserver())
-    rows = {tuple(record["rows"]) for record in store.journal.records if record["kind"] == "step"}
+    rows = {tuple(record["rows"]) for record in store.journal.records if record["type"] == "step"}
     assert rows == {tuple(example.row for example in EXAMPLES[-2:])}
 
 
@@ -156,5 +156,7 @@ def test_a_step_is_replayed_by_the_estimator_that_computed_it(
     second, steps = open_session(changed, engine, data, store), Steps()
     second.train(steps)
     assert steps.computed == [*range(2, 9)]
-    has_gradient = ["gradient" in record or "scalars" in record for record in store.journal.records]
+    has_gradient = [
+        "gradient" in record or "projected_gradients" in record for record in store.journal.records
+    ]
     assert any(has_gradient) and np.isfinite(second.state.adapter.values).all()

@@ -39,13 +39,13 @@ def test_a_bundle_with_updated_hashes_opens(tmp_path: Path) -> None:
 def test_a_changed_record_keeps_its_checksum(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     with Journal(path) as journal:
-        journal.append({"kind": "step", "step": 0, "loss": 0.5})
+        journal.append({"type": "step", "step": 0, "loss": 0.5})
     kept = 0
     for seed in range(60):
         content = path.read_bytes()
         damage.mutate_journal(path, Random(seed))
         with Journal(path, writable=False) as journal:
-            kept += bool(journal.records and journal.records != [{"kind": "step", "step": 0, "loss": 0.5}])
+            kept += bool(journal.records and journal.records != [{"type": "step", "step": 0, "loss": 0.5}])
         path.write_bytes(content)
     assert kept > 5
 

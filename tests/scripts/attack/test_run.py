@@ -66,16 +66,19 @@ def test_a_run_with_another_result_is_detected(tmp_path: Path) -> None:
     (whole / "checkpoints" / "step-000004" / "state.json").write_text("{}")
     (whole / "final" / "adapter_model.safetensors").write_bytes(b"weights")
     (whole / "journal.jsonl").write_text("{}\n")
-    (whole / "metrics.jsonl").write_text('{"event": "step", "step": 1, "rows": 8}\n')
-    summary = {"run": {"status": "completed"}, "train": {"steps": 1, "rows": 8, "trained_values": 3}}
+    (whole / "metrics.jsonl").write_text('{"event": "step", "step": 1, "forward_passes": 8}\n')
+    summary = {
+        "run": {"status": "completed"},
+        "train": {"steps": 1, "forward_passes": 8, "trained_values": 3},
+    }
     (whole / "run.json").write_text(json.dumps(summary))
     same = Path(shutil.copytree(whole, tmp_path / "same"))
     assert differences(whole, same) == ""
     changes = {
         "final/adapter_model.safetensors": "weightt",
         "journal.jsonl": "{}\n{}\n",
-        "metrics.jsonl": '{"event": "step", "step": 1, "rows": 9}\n',
-        "run.json": json.dumps({**summary, "train": {**summary["train"], "rows": 9}}),
+        "metrics.jsonl": '{"event": "step", "step": 1, "forward_passes": 9}\n',
+        "run.json": json.dumps({**summary, "train": {**summary["train"], "forward_passes": 9}}),
         "checkpoints/step-000004/state.json": "[]",
         "checkpoints/step-000005": "{}",
         ".run.json.partial": "{}",

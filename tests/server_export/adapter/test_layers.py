@@ -132,7 +132,7 @@ def train(adapter: Path) -> None:
 
 def test_export_starts_from_an_adapter(tmp_path: Path) -> None:
     write_adapter(
-        tmp_path / "adapter", start("llama", rank=3, alpha=7.5, target_modules=["k_proj", "up_proj"])
+        tmp_path / "adapter", start("llama", rank=3, lora_alpha=7.5, target_modules=["k_proj", "up_proj"])
     )
     train(tmp_path / "adapter")
     begun = start("llama", start_adapter=tmp_path / "adapter")

@@ -72,7 +72,7 @@ def test_a_program_is_compared_with_its_model(base: Path, tmp_path: Path, scheme
     operators = {*re.findall(rb"aten::\w+", (tmp_path / PROGRAM).read_bytes())}
     assert operators <= {b"aten::embedding", b"aten::index_select", b"aten::add", b"aten::_to_copy"}
     manifest = write_manifest(tmp_path, {**built.to_json(), "model": {"name_or_path": "tiny"}})
-    assert manifest["kind"] == "inference" and manifest["manifest_sha256"] == manifest_sha256(manifest)
+    assert manifest["type"] == "inference" and manifest["manifest_sha256"] == manifest_sha256(manifest)
     assert manifest["verification"] == {**built.checks, "rows": 3}
     assert manifest["files"][PROGRAM]["sha256"] == file_sha256(tmp_path / PROGRAM)
     with raises(BundleError, "bundle-format", containing="has format 1"):

@@ -82,7 +82,7 @@ def test_the_folder_has_all_files_that_an_app_needs(demo: Path) -> None:
         "get_bos_id": 1,
         "get_eos_ids": [2],
     }
-    assert manifest["kind"] == "llm" and manifest["lora"]["merged"]
+    assert manifest["type"] == "llm" and manifest["lora"]["merged"]
     assert manifest["tokenizer"] == {"num_bos": 1, "different_ids": 0}
     assert "GenerationConfig(num_bos=1" in (demo / "README.md").read_text()
 

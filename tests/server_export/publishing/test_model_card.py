@@ -38,7 +38,7 @@ def card(
         "run": {"status": "completed", "settings": {**SETTINGS, "estimator": estimator}, **run},
         "train": {
             "steps": 7,
-            "rows": 1400,
+            "forward_passes": 1400,
             "training_rows": 90,
             "before": {"step": 0, "loss": 0.69, "accuracy": 0.5},
             "best": {"step": 5, "loss": 0.4, "accuracy": 0.75},

@@ -135,7 +135,7 @@ def test_a_pace_excludes_the_time_of_fitting_heads() -> None:
 
 @pytest.mark.parametrize(("steps", "evaluations"), [(1, 1), (16, 8), (19, 10), (100, 10), (105, 10)])
 def test_a_run_has_ten_evaluations_at_most(steps: int, evaluations: int) -> None:
-    assert math.ceil(steps / decisions.evaluate_every(steps)) == evaluations
+    assert math.ceil(steps / decisions.eval_steps(steps)) == evaluations
 
 
 def needed(fixed: int, per_example: int) -> Callable[[int], int]:

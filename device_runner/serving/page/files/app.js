@@ -1,85 +1,95 @@
-// The page: connects to the server, asks for the API key, and shows one of two views.
-import { Component, Refused, get, html, keep, pause, render, speak, spoken, t, watchers } from "./base.js";
-import { Talk } from "./talk.js";
+// The page: connects to the server, asks for the API key, and shows one of two views, chat or training.
+import { Component, html, render } from "./preact.js";
+import { ApiError, errorListeners, getJson, sleep, storeApiKey } from "./api.js";
+import { Chat } from "./chat.js";
+import { getLanguage, getOtherLanguage, setLanguage, t } from "./i18n.js";
 import { Training } from "./training.js";
 
+const TRAINING_PATH = "/training";
+const isTrainingPath = () => location.pathname === TRAINING_PATH;
+
 class App extends Component {
-  state = { is_training: location.pathname === "/training" };
+  state = { isTraining: isTrainingPath() };
   componentDidMount() {
-    addEventListener("popstate", () => this.setState({ is_training: location.pathname === "/training" }));
-    watchers.add((error) => this.refused(error));
-    this.open();
+    addEventListener("popstate", () => this.setState({ isTraining: isTrainingPath() }));
+    errorListeners.add((error) => this.onApiError(error));
+    this.load();
   }
-  async open() {
+  /** Load what the server says about itself and its models. */
+  async load() {
     try {
-      const about = await get("/v1/about");
-      const models = about.talks ? (await get("/v1/models")).data.map((each) => each.id) : [];
-      this.setState({ about, models, needs_key: false, is_wrong: false });
+      const about = await getJson("/v1/about");
+      const models = about.talks ? (await getJson("/v1/models")).data.map((model) => model.id) : [];
+      this.setState({ about, models, needsApiKey: false, isApiKeyWrong: false });
     } catch (error) {
-      if (!(error instanceof Refused)) throw error;
-      if (error.status && error.status !== 401) this.setState({ problem: error.message });
+      if (!(error instanceof ApiError)) throw error;
+      if (error.status && error.status !== 401) this.setState({ errorMessage: error.message });
     }
   }
-  refused(error) {
-    if (error.status === 401) this.setState({ needs_key: true });
-    else if (!error.status && !this.state.is_down) this.wait();
+  onApiError(error) {
+    if (error.status === 401) this.setState({ needsApiKey: true });
+    else if (!error.status && !this.state.isServerDown) this.reconnect();
   }
-  async wait() {
-    this.setState({ is_down: true, is_back: false });
-    for (let is_up = false; !is_up; ) {
-      await pause(1000);
-      is_up = (await fetch("/health", { cache: "no-store" }).catch(() => ({}))).ok;
+  async reconnect() {
+    this.setState({ isServerDown: true, isServerBack: false });
+    for (let isHealthy = false; !isHealthy; ) {
+      await sleep(1000);
+      isHealthy = (await fetch("/health", { cache: "no-store" }).catch(() => ({}))).ok;
     }
-    this.setState({ is_down: false, is_back: true });
-    this.open();
+    this.setState({ isServerDown: false, isServerBack: true });
+    this.load();
   }
-  key = (event) => {
+  submitApiKey = (event) => {
     event.preventDefault();
-    keep(new FormData(event.target).get("key"));
-    this.setState({ is_wrong: false }, async () => {
-      await this.open();
-      this.setState((state) => ({ is_wrong: state.needs_key }));
+    storeApiKey(new FormData(event.target).get("key"));
+    this.setState({ isApiKeyWrong: false }, async () => {
+      await this.load();
+      this.setState((state) => ({ isApiKeyWrong: state.needsApiKey }));
     });
   };
   /** Switch to the other view without reloading the page, so that the conversation stays. */
-  go = (event, path) => {
+  navigate = (event, path) => {
     if (event.ctrlKey || event.metaKey || event.shiftKey) return;
     event.preventDefault();
     if (path !== location.pathname) history.pushState({}, "", path);
-    this.setState({ is_training: path === "/training" });
+    this.setState({ isTraining: path === TRAINING_PATH });
   };
-  switch_language = () => {
-    speak(spoken() === "de" ? "en" : "de");
+  switchLanguage = () => {
+    setLanguage(getOtherLanguage());
     this.forceUpdate();
   };
-  render(_, { about, models, needs_key, is_wrong, is_down, is_back, is_training, problem }) {
-    const trains = is_training || (about && !about.talks);
-    document.title = `${t(trains ? "training" : "talk")} – prge`;
-    const link = (path, name, is_here) => html`<a href=${path} onClick=${(event) => this.go(event, path)}
-      aria-current=${is_here ? "page" : undefined}>${t(name)}</a>`;
+  render(_, state) {
+    const { about, models, errorMessage, needsApiKey, isApiKeyWrong, isServerDown, isServerBack } = state;
+    // A server without models has no chat.
+    const isTraining = state.isTraining || (about && !about.talks);
+    const language = getLanguage();
+    document.title = `${t(isTraining ? "training" : "chat")} – prge`;
+    const renderLink = (path, name, isCurrent) => html`<a href=${path} onClick=${(event) => this.navigate(event, path)}
+      aria-current=${isCurrent ? "page" : undefined}>${name}</a>`;
     return html`<a class="skip" href="#content">${t("skip")}</a>
       <header class="top"><strong>prge</strong>
-        <nav aria-label="prge">${about?.talks && link("/", "talk", !trains)}
-          ${link("/training", "training", trains)}</nav>
-        <button type="button" class="quiet" lang=${spoken() === "de" ? "en" : "de"}
-          onClick=${this.switch_language}>${t("other_language")}</button>
+        <nav aria-label="prge">${about?.talks && renderLink("/", t("chat"), !isTraining)}
+          ${renderLink(TRAINING_PATH, t("training"), isTraining)}</nav>
+        <button type="button" class="quiet" lang=${getOtherLanguage()}
+          onClick=${this.switchLanguage}>${t("other_language")}</button>
       </header>
-      <div role="status" class=${is_down ? "banner bad" : is_back ? "banner" : ""}>
-        ${is_down ? t("waiting") : is_back ? t("gone") : ""}</div>
+      <div role="status" class=${isServerDown ? "banner error" : isServerBack ? "banner" : ""}>
+        ${isServerDown ? t("server_down") : isServerBack ? t("server_back") : ""}</div>
       <main id="content" tabindex="-1">
-        ${problem && html`<p class="bad">${problem}</p>`}
-        ${needs_key && html`<form class="key" onSubmit=${this.key}><h1>${t("key_title")}</h1>
-          <label>${t("key")}<input name="key" type="password" autocomplete="off" required
-            aria-describedby="why" aria-invalid=${!!is_wrong} /></label>
-          <p id="why" class="muted">${t("key_why")}</p><p role="alert" class="bad">${is_wrong ? t("key_wrong") : ""}</p>
-          <button class="first">${t("open")}</button></form>`}
-        ${about && html`<div hidden=${needs_key}>
-          ${about.talks && html`<div hidden=${trains}>
-            <${Talk} about=${about} models=${models} spoken=${spoken()} is_shown=${!trains} /></div>`}
-          ${trains && html`<${Training} about=${about} spoken=${spoken()} />`}</div>`}
+        ${errorMessage && html`<p class="error">${errorMessage}</p>`}
+        ${needsApiKey && html`<form class="key" onSubmit=${this.submitApiKey}><h1>${t("api_key_title")}</h1>
+          <label>${t("api_key")}<input name="key" type="password" autocomplete="off" required
+            aria-describedby="why" aria-invalid=${!!isApiKeyWrong} /></label>
+          <p id="why" class="muted">${t("api_key_help")}</p>
+          <p role="alert" class="error">${isApiKeyWrong ? t("api_key_wrong") : ""}</p>
+          <button class="primary">${t("open")}</button></form>`}
+        ${about && html`<div hidden=${needsApiKey}>
+          ${about.talks && html`<div hidden=${isTraining}>
+            <${Chat} about=${about} models=${models} language=${language} isVisible=${!isTraining} /></div>`}
+          ${isTraining && html`<${Training} about=${about} language=${language} />`}</div>`}
       </main>`;
   }
 }
 
-speak(spoken());
+setLanguage(getLanguage());
 render(html`<${App} />`, document.body);

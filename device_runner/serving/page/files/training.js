@@ -1,146 +1,160 @@
-// Training runs in progress: the server reads the files, draws the charts, and sends updates.
-import {
-  Button, Component, Facts, Refused, Text, ask, duration, events, get, html, number, pause, spoken, t, told_facts,
-} from "./base.js";
+// Training runs: the server reads their files, draws the charts, and sends a snapshot whenever something changes.
+import { Component, html } from "./preact.js";
+import { ApiError, getJson, request, sleep, streamEvents } from "./api.js";
+import { Button, Facts, PlainText, formatFacts } from "./components.js";
+import { formatDuration, formatNumber, getLanguage, t } from "./i18n.js";
 
-const here = () => new URLSearchParams(location.hash.slice(1)).get("run");
-const status_of = (run) => t(run.status === "failed" ? "failed_run" : run.status);
+/** Return the run that the URL selects, which is a path below the server's folder. */
+const runOfUrl = () => new URLSearchParams(location.hash.slice(1)).get("run");
 
+/** The training view: a list of runs, and the selected run. */
 export class Training extends Component {
-  state = { runs: undefined, chosen: here() };
+  state = { runs: undefined, selectedRun: runOfUrl() };
   componentDidMount() {
-    this.turn = () => this.choose(here());
-    addEventListener("hashchange", this.turn);
-    if (this.props.about.runs) this.list();
+    addEventListener("hashchange", this.onHashChange);
+    if (this.props.about.runs) this.pollRuns();
   }
   componentWillUnmount() {
-    removeEventListener("hashchange", this.turn);
-    this.following?.abort();
-    this.is_gone = true;
+    removeEventListener("hashchange", this.onHashChange);
+    this.abortController?.abort();
+    this.isUnmounted = true;
   }
-  componentDidUpdate(before) {
-    if (before.spoken !== this.props.spoken && this.state.chosen) this.choose(this.state.chosen);
+  componentDidUpdate(previousProps) {
+    // The server translates the charts.
+    if (previousProps.language !== this.props.language) this.selectRun(this.state.selectedRun);
   }
-  async list() {
-    for (; !this.is_gone; await pause(5000)) {
+  onHashChange = () => this.selectRun(runOfUrl());
+  async pollRuns() {
+    for (; !this.isUnmounted; await sleep(5000)) {
       try {
-        const { data, cut } = await get("/v1/runs");
-        this.setState({ runs: data, cut });
-        if (!this.following && data.length) this.choose(this.state.chosen ?? data[0].run);
+        const { data: runs, cut: isListTruncated } = await getJson("/v1/runs");
+        this.setState({ runs, isListTruncated });
+        if (!this.abortController && runs.length) this.selectRun(this.state.selectedRun ?? runs[0].run);
       } catch (error) {
-        if (!(error instanceof Refused)) throw error;
+        if (!(error instanceof ApiError)) throw error;
       }
     }
   }
-  choose(run) {
+  selectRun(run) {
     if (!run) return;
-    this.following?.abort();
-    const following = (this.following = new AbortController());
-    if (run !== this.state.chosen) this.setState({ told: undefined, note: undefined });
-    this.setState({ chosen: run, problem: undefined });
-    this.follow(run, following.signal);
+    this.abortController?.abort();
+    const abortController = (this.abortController = new AbortController());
+    if (run !== this.state.selectedRun) this.setState({ snapshot: undefined, stopMessage: undefined });
+    this.setState({ selectedRun: run, errorMessage: undefined });
+    this.streamSnapshots(run, abortController.signal);
   }
-  async follow(run, signal) {
+  async streamSnapshots(run, signal) {
     while (!signal.aborted) {
       try {
-        const path = `/v1/runs/events?run=${encodeURIComponent(run)}&language=${spoken()}`;
-        for await (const told of events(path, undefined, signal)) this.setState({ told, problem: undefined });
+        const path = `/v1/runs/events?run=${encodeURIComponent(run)}&language=${getLanguage()}`;
+        for await (const snapshot of streamEvents(path, undefined, signal)) {
+          this.setState({ snapshot, errorMessage: undefined });
+        }
       } catch (error) {
         if (error.name === "AbortError") return;
-        if (error.status) this.setState({ problem: error.message });
+        if (error.status) this.setState({ errorMessage: error.message });
         if (error.status === 404) return;
       }
-      await pause(2000);
+      await sleep(2000);
     }
   }
-  stop = async () => {
+  stopRun = async () => {
     try {
-      await ask(`/v1/runs/stop?run=${encodeURIComponent(this.state.chosen)}`, {});
-      this.setState({ note: t("stopping"), is_refused: false });
+      await request(`/v1/runs/stop?run=${encodeURIComponent(this.state.selectedRun)}`, {});
+      this.setState({ stopMessage: t("run_stops"), hasStopFailed: false });
     } catch (error) {
-      this.setState({ note: error.message, is_refused: true });
+      this.setState({ stopMessage: error.message, hasStopFailed: true });
     }
   };
-  render({ about }, { runs, cut, chosen, told, problem, note, is_refused }) {
-    if (!about.runs) return html`<h1>${t("training")}</h1><p>${t("no_folder")}</p>`;
-    const run = runs?.find((each) => each.run === chosen);
-    const is_here = (each) => (each.run === chosen ? "true" : undefined);
-    return html`<div class="training"><nav aria-labelledby="runs"><h1 id="runs">${t("runs")}</h1>
+  render({ about, language }, state) {
+    const { runs, isListTruncated, selectedRun, snapshot, errorMessage, stopMessage, hasStopFailed } = state;
+    if (!about.runs) return html`<h1>${t("training")}</h1><p>${t("no_runs_folder")}</p>`;
+    const runName = runs?.find(({ run }) => run === selectedRun)?.name ?? selectedRun;
+    return html`<div class="training"><nav aria-labelledby="runs"><h1 id="runs">${t("training_runs")}</h1>
         ${runs?.length === 0 && html`<p>${t("no_runs")}</p>`}
-        <ul>${runs?.map((each) => html`<li key=${each.run}>
-          <a href=${`#run=${encodeURIComponent(each.run)}`} aria-current=${is_here(each)}>
-            ${each.name}<span class="muted">${status_of(each)}</span></a></li>`)}</ul>
-        ${cut && html`<p class="muted">${t("too_many")}</p>`}</nav>
-      <article aria-labelledby="run">${chosen && html`<h2 id="run">${run?.name ?? chosen}</h2>`}
-        ${problem && html`<p class="bad" role="alert">${problem}</p>`}
-        ${told && html`<${Run} told=${told} stop=${this.stop} />`}
-        <p role="status" class=${is_refused ? "bad" : ""}>${note}</p>
-        ${told && html`<${Rest} told=${told} spoken=${spoken()} />`}</article></div>`;
+        <ul>${runs?.map(({ run, name, status }) => html`<li key=${run}>
+          <a href=${`#run=${encodeURIComponent(run)}`} aria-current=${run === selectedRun ? "true" : undefined}>
+            ${name}<span class="muted">${t(status)}</span></a></li>`)}</ul>
+        ${isListTruncated && html`<p class="muted">${t("more_runs")}</p>`}</nav>
+      <article aria-labelledby="run">${selectedRun && html`<h2 id="run">${runName}</h2>`}
+        ${errorMessage && html`<p class="error" role="alert">${errorMessage}</p>`}
+        ${snapshot && html`<${RunProgress} snapshot=${snapshot} onStop=${this.stopRun} />`}
+        <p role="status" class=${hasStopFailed ? "error" : ""}>${stopMessage}</p>
+        ${snapshot && html`<${RunResults} snapshot=${snapshot} language=${language} />`}</article></div>`;
   }
 }
 
-function Run({ told, stop }) {
-  const { status, score, steps, planned, temperature, can_stop, waits_for } = told;
-  const shown = (value, say) => (value === null || value === undefined ? null : say(value));
+/** A run's status, progress and newest values. */
+function RunProgress({ snapshot, onStop }) {
+  const { status, score, steps, planned: plannedSteps, can_stop: canStop, waits_for: pauseReason } = snapshot;
+  const formatValue = (value, format) => (value === null || value === undefined ? null : format(value));
+  const formatMegabytes = (bytes) => `${formatNumber(Math.round(bytes / 1e6))} MB`;
+  const formatCelsius = (celsius) => `${formatNumber(celsius)} °C`;
   const facts = [
-    [t("left"), shown(told.left, duration)],
-    [t("newest_loss"), shown(told.loss, number)],
-    [`${t(score)} ${t("on_development").replace(".", "")}`, shown(told.value, number)],
-    [t("rows"), shown(told.rows, number)],
-    [t("time"), shown(told.seconds, duration)],
-    [t(can_stop ? "memory" : "peak_memory"), shown(told.memory, (bytes) => `${number(Math.round(bytes / 1e6))} MB`)],
-    [t("temperature_now"), shown(temperature, (celsius) => `${number(celsius)} °C`)],
+    [t("time_left"), formatValue(snapshot.left, formatDuration)],
+    [t("last_training_loss"), formatValue(snapshot.loss, formatNumber)],
+    [`${t(score)} ${t("on_development_rows").replace(".", "")}`, formatValue(snapshot.value, formatNumber)],
+    [t("forward_passes"), formatValue(snapshot.forward_passes, formatNumber)],
+    [t("time"), formatValue(snapshot.seconds, formatDuration)],
+    [t(canStop ? "memory" : "peak_memory"), formatValue(snapshot.memory, formatMegabytes)],
+    [t("device_temperature"), formatValue(snapshot.temperature, formatCelsius)],
   ];
   return html`<div class="bar"><span class=${`mark ${status.replace(" ", "-")}`} role="status">${
-        waits_for ? t("paused", waits_for) : status_of(told)}</span>
-      ${can_stop && html`<${Button} act=${stop}>${t("stop_run")}<//>`}</div>
-    ${planned && html`<label class="progress">${t("step_of", number(steps), number(planned))}
-      <progress max=${planned} value=${steps}></progress></label>`}
+        pauseReason ? t("paused", pauseReason) : t(status)}</span>
+      ${canStop && html`<${Button} onClick=${onStop}>${t("stop_run")}<//>`}</div>
+    ${plannedSteps && html`<label class="progress">${t("step_of", formatNumber(steps), formatNumber(plannedSteps))}
+      <progress max=${plannedSteps} value=${steps}></progress></label>`}
     <div class="tiles"><${Facts} facts=${facts} /></div>
-    ${told.problems.map((each) => html`<p class="bad" key=${each}>${each}</p>`)}`;
+    ${snapshot.problems.map((problem) => html`<p class="error" key=${problem}>${problem}</p>`)}`;
 }
 
-const Rest = ({ told, spoken }) => html`<div class="figures">
-    ${told.pictures.map((each, index) => html`<${Picture} key=${index} ...${each} />`)}</div>
-  ${told.evaluations.length > 0 && html`<${Result} told=${told} />`}
-  ${told.samples.length > 0 && html`<h3>${t("samples")}</h3>`}
-  ${told.samples.map((each, index) => html`<${Sample} key=${index} ...${each} spoken=${spoken} />`)}
-  <h3>${t("how")}</h3><${Facts} facts=${told_facts(told.how)} />`;
+/** A run's charts, evaluations, samples and settings. */
+const RunResults = ({ snapshot: { pictures: charts, evaluations, samples, score, how: settings }, language }) => html`
+  <div class="figures">${charts.map((chart, index) => html`<${Chart} key=${index} ...${chart} />`)}</div>
+  ${evaluations.length > 0 && html`<${EvaluationTable} evaluations=${evaluations} score=${score} />`}
+  ${samples.length > 0 && html`<h3>${t("samples")}</h3>`}
+  ${samples.map((sample, index) => html`<${Sample} key=${index} ...${sample} language=${language} />`)}
+  <h3>${t("training_settings")}</h3><${Facts} facts=${formatFacts(settings)} />`;
 
-function Sample({ prompt, right, answers, spoken }) {
-  const said = answers.map(({ step, text }) => [step ? t("after_step", number(step)) : t("at_start"), text]);
-  if (right) said.push([t("right"), right]);
-  return html`<section class="sample"><h4>${t("prompt")}</h4><${Text} text=${prompt} spoken=${spoken} />
-    <dl>${said.map(([name, text]) => html`<div key=${name}><dt>${name}</dt>
-      <dd><${Text} text=${text} spoken=${spoken} /></dd></div>`)}</dl></section>`;
+/** A prompt with completions before and during training, and the reference if there is one. */
+function Sample({ prompt, right: reference, answers: completions, language }) {
+  const entries = completions.map(({ step, text }) =>
+    [step ? t("after_step", formatNumber(step)) : t("before_training"), text]);
+  if (reference) entries.push([t("reference"), reference]);
+  return html`<section class="sample"><h4>${t("prompt")}</h4><${PlainText} text=${prompt} language=${language} />
+    <dl>${entries.map(([name, text]) => html`<div key=${name}><dt>${name}</dt>
+      <dd><${PlainText} text=${text} language=${language} /></dd></div>`)}</dl></section>`;
 }
 
-const CALLED = { before: "before", best: "best_of", last: "last" };
-function Result({ told: { score, evaluations } }) {
-  const names = [t("result"), t("step"), t("loss"), ...(score === "loss" ? [] : [t(score)]), t("in_final")];
-  const cells = ({ step, loss, value, final }) => [number(step), number(loss),
-    ...(score === "loss" ? [] : [number(value)]), final ? t("yes") : "–"];
-  return html`<div class="scroll" tabindex="0" role="region" aria-label=${t("result")}><table>
-    <thead><tr>${names.map((name) => html`<th scope="col" key=${name}>${name}</th>`)}</tr></thead>
-    <tbody>${evaluations.map((each) => html`<tr key=${each.called}><th scope="row">${t(CALLED[each.called])}</th>
-      ${cells(each).map((cell) => html`<td>${cell}</td>`)}</tr>`)}</tbody></table></div>`;
+/** The evaluations before training, at the best step and at the last one. */
+function EvaluationTable({ evaluations, score }) {
+  const scoreCells = (cell) => (score === "loss" ? [] : [cell]);
+  const header = [t("evaluations"), t("step"), t("loss"), ...scoreCells(t(score)), t("saved_in_final")];
+  const cellsOf = ({ step, loss, value, final: isFinal }) =>
+    [formatNumber(step), formatNumber(loss), ...scoreCells(formatNumber(value)), isFinal ? t("yes") : "–"];
+  return html`<div class="scroll" tabindex="0" role="region" aria-label=${t("evaluations")}><table>
+    <thead><tr>${header.map((name) => html`<th scope="col" key=${name}>${name}</th>`)}</tr></thead>
+    <tbody>${evaluations.map(({ called: name, ...evaluation }) => html`<tr key=${name}>
+      <th scope="row">${t(`evaluation_${name}`)}</th>
+      ${cellsOf(evaluation).map((cell) => html`<td>${cell}</td>`)}</tr>`)}</tbody></table></div>`;
 }
 
-/** Show a chart of the server as an image, not as markup of the page. */
-class Picture extends Component {
+/** A chart that the server has drawn, inserted as an image with a label rather than as markup of the page. */
+class Chart extends Component {
   componentDidMount() {
-    this.draw();
+    this.insertSvg();
   }
-  componentDidUpdate(before) {
-    if (before.svg !== this.props.svg) this.draw();
+  componentDidUpdate(previousProps) {
+    if (previousProps.svg !== this.props.svg) this.insertSvg();
   }
-  draw() {
-    const drawing = new DOMParser().parseFromString(this.props.svg, "image/svg+xml").documentElement;
-    drawing.setAttribute("role", "img");
-    drawing.setAttribute("aria-label", this.props.caption);
-    this.place.replaceChildren(document.importNode(drawing, true));
+  insertSvg() {
+    const svg = new DOMParser().parseFromString(this.props.svg, "image/svg+xml").documentElement;
+    svg.setAttribute("role", "img");
+    svg.setAttribute("aria-label", this.props.caption);
+    this.container.replaceChildren(document.importNode(svg, true));
   }
   render({ caption }) {
-    return html`<figure><div ref=${(at) => (this.place = at)}></div><figcaption>${caption}</figcaption></figure>`;
+    return html`<figure><div ref=${(element) => (this.container = element)}></div>
+      <figcaption>${caption}</figcaption></figure>`;
   }
 }

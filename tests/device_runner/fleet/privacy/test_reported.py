@@ -119,7 +119,9 @@ def test_contributions_within_the_norm_are_not_clipped() -> None:
 @pytest.mark.parametrize("unit", ["row", "owner"])
 @pytest.mark.parametrize("estimator", ["tangent", "exact"])
 def test_noise_is_relative_to_the_sensitivity(unit: Any, estimator: Any) -> None:
-    plan = Plan(estimator=estimator, queries=3, clip=2.0, noise=0.5, unit=unit, share_directions=True)
+    plan = Plan(
+        estimator=estimator, queries=3, max_grad_norm=2.0, noise=0.5, unit=unit, share_directions=True
+    )
     norm = 2.0 * math.sqrt(3) if estimator == "tangent" else 2.0
     assert part_norm(plan) == norm
     assert sensitivity(plan) == pytest.approx(norm / (4 if unit == "row" else 1))
@@ -138,7 +140,7 @@ def test_a_mean_over_examples_has_the_gradient_of_them_all() -> None:
     assert report.projected_gradients.shape == (3, 1) and report.loss == 0.7
     estimator = _Measured(measured)
     one, all_ = (
-        estimator.gradient({"scalars": each.projected_gradients}, 1, 2, MODULES)
+        estimator.gradient({"projected_gradients": each.projected_gradients}, 1, 2, MODULES)
         for each in (report, measured)
     )
     np.testing.assert_allclose(one, all_, rtol=1e-5, atol=1e-7)
@@ -152,7 +154,7 @@ def test_the_report_is_what_a_message_carries() -> None:
 
 @pytest.mark.parametrize("estimator", ["tangent", "exact"])
 def test_noise_has_the_plans_deviation_and_hides_the_loss(estimator: Any) -> None:
-    plan = Plan(estimator=estimator, share_directions=True, queries=3, clip=2.0, noise=0.5)
+    plan = Plan(estimator=estimator, share_directions=True, queries=3, max_grad_norm=2.0, noise=0.5)
     measured = _measured()
     if estimator == "exact":
         measured = Measurement(0.7, np.zeros(0), None, 0.1, gradient=np.zeros(12, np.float32))
@@ -170,12 +172,12 @@ def test_each_example_of_a_noisy_exact_step_is_measured_separately() -> None:
     step = Step(nothing, _split([1, 1, 1, 1]), 0, 0)
     gradient = np.full(12, 0.1, np.float32)
     inner = _Measured(Measurement(0.7, np.zeros(0), None, 0.1, gradient=gradient))
-    plan = Plan(estimator="exact", clip=2.0, noise=0.5)
+    plan = Plan(estimator="exact", max_grad_norm=2.0, noise=0.5)
     report = ReportingEstimator(inner, plan, lambda count: np.zeros(count, np.int64)).measure(nothing, step)
     assert [each.examples for each in inner.steps] == [[example] for example in step.examples]
     np.testing.assert_allclose(report.derivatives, gradient, rtol=1e-4)
     tangents = _Measured(_measured())
-    plan = Plan(share_directions=True, queries=3, clip=2.0, noise=0.5)
+    plan = Plan(share_directions=True, queries=3, max_grad_norm=2.0, noise=0.5)
     ReportingEstimator(tangents, plan).measure(nothing, step)
     assert [each.examples for each in tangents.steps] == [step.examples]
 
@@ -183,7 +185,7 @@ def test_each_example_of_a_noisy_exact_step_is_measured_separately() -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e300])
 @pytest.mark.parametrize("estimator", ["tangent", "exact"])
 def test_with_noise_a_result_is_finite_for_any_row(estimator: Any, value: float) -> None:
-    plan = Plan(estimator=estimator, share_directions=True, queries=3, clip=2.0, noise=0.5)
+    plan = Plan(estimator=estimator, share_directions=True, queries=3, max_grad_norm=2.0, noise=0.5)
     measured = _measured()
     if estimator == "exact":
         gradient = np.array([value] * 12, np.float32)

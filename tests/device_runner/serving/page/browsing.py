@@ -38,8 +38,8 @@ def served(**settings: Any) -> Iterator[Served]:
         yield Served(process, url)
 
 
-# Holds a run folder as a run does, and takes a step for each line of its input.
-RUNNING = """
+# Locks a run folder as a run does, and takes a step for each line of its input.
+RUN_SCRIPT = """
 import json, signal, sys
 from pathlib import Path
 from prge.formats.run_folder import METRICS, run_lock
@@ -51,20 +51,20 @@ def stop(number, frame):
     sys.exit()
 with run_lock(folder):
     signal.signal(signal.SIGTERM, stop)
-    print("begun", flush=True)
+    print("started", flush=True)
     for step in map(int, sys.stdin):
-        record = {"event": "step", "step": step, "loss": 3.0, "rows": 4 * step, "seconds": step / 2}
+        record = {"event": "step", "step": step, "loss": 3.0, "forward_passes": 4 * step, "seconds": step / 2}
         with (folder / METRICS).open("a") as metrics:
             metrics.write(json.dumps(record) + chr(10))
 """
 
 
 @contextmanager
-def running_process(folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """Start a process that holds a run after 25 of 40 steps."""
+def active_run(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """Start a process that locks a run folder, after 25 of 40 steps."""
     write_run(folder, status="running", steps=25)
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    command = [sys.executable, "-c", RUNNING, str(folder)]
+    command = [sys.executable, "-c", RUN_SCRIPT, str(folder)]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment) as process:
         assert process.stdout is not None and process.stdout.readline()
@@ -74,13 +74,13 @@ def running_process(folder: Path) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def step(process: subprocess.Popen[str], number: int) -> None:
+def take_step(process: subprocess.Popen[str], number: int) -> None:
     assert process.stdin is not None
     process.stdin.write(f"{number}\n")
     process.stdin.flush()
 
 
-def shots(visit: Any, url: str, folder: Path, name: str, prepare: Any = lambda page: None) -> None:
+def take_screenshots(visit: Any, url: str, folder: Path, name: str, prepare: Any = lambda page: None) -> None:
     """Take screenshots of a page on a phone and a screen, light and dark; checks that the page fits."""
     for width, height in ((390, 844), (1280, 800)):
         for scheme in ("light", "dark"):
@@ -101,7 +101,7 @@ def check_axe(page: Any) -> None:
     assert problems == []
 
 
-def ask(page: Any, text: str) -> Any:
+def send_message(page: Any, text: str) -> Any:
     """Send a message, and return the answers of the last turn."""
     page.get_by_role("button", name="Send").wait_for()
     page.get_by_role("textbox", name="Message").fill(text)

@@ -1,9 +1,10 @@
-"""A server whose answers follow from the prompt: `child.py SETTINGS`, a JSON object.
+"""A server with scripted answers, which follow from the prompt: `child.py SETTINGS`, a JSON object.
 
     {"port": 0, "key": null, "feedback": null, "runs": null, "learns": false, "chats": true}
 
-It prints its address. An answer has a word every 50 milliseconds; `slow` ones take long, the words of `burst`
-come at once, `line` is a megabyte without a space, `hostile` is what a page might take for its own.
+The server prints its address. It answers with a word every few milliseconds: `slow` takes long, the words of
+`burst` come at once, `line` is a megabyte without a space, and the page must show the markup of `hostile` as
+text.
 """
 
 from __future__ import annotations
@@ -113,13 +114,13 @@ class ScriptedLearning:
         """Do nothing."""
 
     def history(self) -> list[dict[str, Any]]:
-        held = [{}, {"before": 3.214, "after": 2.087}, {"before": 2.087, "after": 1.912}]
+        held_out_losses = [{}, {"before": 3.214, "after": 2.087}, {"before": 2.087, "after": 1.912}]
         return [
             {
                 "object": "adapter", "version": version, "feedback": 8 * bool(version),
                 "current": version == self.current,
                 "status": "start" if not version else "served" if version <= self.current else "taken back",
-                **({"held_back": held[version]} if version else {}),
+                **({"held_back": held_out_losses[version]} if version else {}),
             }
             for version in range(3)
         ]  # fmt: skip
@@ -132,20 +133,20 @@ class ScriptedLearning:
 
 
 if __name__ == "__main__":
-    given = {"port": 0, "key": None, "feedback": None, "runs": None, "learns": False, "chats": True}
-    given |= json.loads(sys.argv[1])
-    template = TEMPLATE if given["chats"] else None
+    settings = {"port": 0, "key": None, "feedback": None, "runs": None, "learns": False, "chats": True}
+    settings |= json.loads(sys.argv[1])
+    template = TEMPLATE if settings["chats"] else None
     tokenizer = Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, prepend_bos=True, chat_template=template)
-    runs = Runs(Path(given["runs"])) if given["runs"] else None
-    learning: Any = ScriptedLearning() if given["learns"] else None
+    runs = Runs(Path(settings["runs"])) if settings["runs"] else None
+    learning: Any = ScriptedLearning() if settings["learns"] else None
     worker: Any = ScriptedWorker(tokenizer)
     file = None
-    if given["feedback"]:
-        file = FeedbackFile(Path(given["feedback"]), make_examples(), ThreadPoolExecutor(1), LIMIT)
+    if settings["feedback"]:
+        file = FeedbackFile(Path(settings["feedback"]), make_examples(), ThreadPoolExecutor(1), LIMIT)
     feedback = Feedback(file)
     models = Models(adapters(), tokenizer)
-    with listening("127.0.0.1", given["port"]) as listener:
-        access = Access((given["key"],) if given["key"] else ())
+    with listening("127.0.0.1", settings["port"]) as listener:
+        access = Access((settings["key"],) if settings["key"] else ())
         app = make_app(models, worker, access, feedback, learning, runs, ABOUT)
         print(format_address(listener), flush=True)
         Server(app, worker, on_stopping=runs.close if runs else lambda: None).run([listener])

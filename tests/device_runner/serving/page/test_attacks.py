@@ -14,10 +14,10 @@ import pytest
 
 from device_runner.serving.page.runs import MOST_STREAMS
 from tests.device_runner.reporting.run_folders import write_run
-from tests.device_runner.serving.page.browsing import Served, running_process, served
+from tests.device_runner.serving.page.browsing import Served, active_run, served
 
 
-def response_to(server: Served, method: str, path: str, body: str | None = None, **headers: str) -> Any:
+def send_request(server: Served, method: str, path: str, body: str | None = None, **headers: str) -> Any:
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
     connection.request(method, path, body, {name.replace("_", "-"): text for name, text in headers.items()})
     return connection.getresponse()
@@ -26,14 +26,14 @@ def response_to(server: Served, method: str, path: str, body: str | None = None,
 def test_fifty_streams_at_once_are_bounded(tmp_path: Path) -> None:
     write_run(tmp_path / "run")
     with served(runs=tmp_path) as server:
-        opened = [response_to(server, "GET", "/v1/runs/events?run=run") for _ in range(50)]
+        opened = [send_request(server, "GET", "/v1/runs/events?run=run") for _ in range(50)]
         statuses = [answer.status for answer in opened]
         assert statuses.count(200) == MOST_STREAMS and statuses.count(429) == 50 - MOST_STREAMS
         assert opened[0].readline().startswith(b"data: {")
-        assert response_to(server, "GET", "/v1/models").status == 200
+        assert send_request(server, "GET", "/v1/models").status == 200
         for answer in opened:
             answer.close()
-        assert any(response_to(server, "GET", "/v1/runs/events?run=run").status == 200 for _ in range(100))
+        assert any(send_request(server, "GET", "/v1/runs/events?run=run").status == 200 for _ in range(100))
 
 
 OUTSIDE = [
@@ -54,7 +54,7 @@ def test_no_path_leads_out_of_the_folder(tmp_path: Path) -> None:
     with served(runs=tmp_path / "runs") as server:
         for path in OUTSIDE:
             for method, target in (("GET", "events"), ("POST", "stop")):
-                answer = response_to(
+                answer = send_request(
                     server, method, f"/v1/runs/{target}?run={path}", Content_Type="application/json"
                 )
                 assert answer.status == 404, (target, path)
@@ -69,11 +69,11 @@ def test_a_key_in_a_url_has_no_effect_and_is_not_logged(
             "/v1/models?api_key=secret",
             "/v1/runs?Authorization=Bearer%20secret",
         ):
-            answer = response_to(server, "GET", path)
+            answer = send_request(server, "GET", path)
             assert answer.status == 401 and b"secret" not in answer.read()
-        assert response_to(server, "GET", "/?key=secret").status == 200
+        assert send_request(server, "GET", "/?key=secret").status == 200
         assert (
-            response_to(server, "GET", "/v1/none?key=secret", Authorization="Bearer secret")
+            send_request(server, "GET", "/v1/none?key=secret", Authorization="Bearer secret")
             .read()
             .count(b"secret")
             == 0
@@ -83,7 +83,7 @@ def test_a_key_in_a_url_has_no_effect_and_is_not_logged(
 
 EVIL = """<!doctype html><title>begun</title><iframe src="{url}/training"></iframe>
 <iframe src="{url}/v1/runs/events?run=run"></iframe><img src="{url}/v1/runs/events?run=run">
-<script src="{url}/page/base.js" type="module"></script>
+<script src="{url}/page/api.js" type="module"></script>
 <form method="post" enctype="text/plain" action="{url}/v1/runs/stop?run=run" target="frame">
 <input name="a"></form>
 <iframe name="frame"></iframe><script>
@@ -94,13 +94,13 @@ const tried = [["cors", json], ["no-cors", json], ["no-cors", text]].map(([mode,
 tried.push(fetch("{url}/v1/runs").then(a => a.text(), () => "refused"));
 tried.push(fetch("{url}/v1/models", {{ mode: "no-cors" }}).then(a => a.type, () => "refused"));
 document.forms[0].submit();
-Promise.all(tried).then(found => setTimeout(() => document.title = "tried " + found.join(" "), 1000));
+Promise.all(tried).then(outcomes => setTimeout(() => document.title = "tried " + outcomes.join(" "), 1000));
 </script>"""
 
 
 @contextmanager
 def foreign_server(text: str) -> Iterator[int]:
-    """Yield a foreign web server with one page."""
+    """A foreign web server with one page."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -124,10 +124,10 @@ def test_a_foreign_page_stops_no_run_and_reads_nothing(
     tmp_path: Path, visit: Callable[..., Any], host: str
 ) -> None:
     """The server accepts pages from 127.0.0.1 at another port as local, but not from `evil.localhost`."""
-    errors = ("CORS", "blocked", "Content Security", "frame", "400", "403", "415", "429")
-    with running_process(tmp_path / "run") as process, served(runs=tmp_path) as server:
+    expected_errors = ("CORS", "blocked", "Content Security", "frame", "400", "403", "415", "429")
+    with active_run(tmp_path / "run") as process, served(runs=tmp_path) as server:
         with foreign_server(EVIL.format(url=server.url)) as port:
-            page = visit(f"http://{host}:{port}/", expected=errors)
+            page = visit(f"http://{host}:{port}/", expected=expected_errors)
             page.wait_for_function("() => document.title.startsWith('tried')")
             cors, plain_json, plain, read, unread = page.title().split()[1:]
             assert (cors, read) == ("refused", "refused")
@@ -144,11 +144,11 @@ def test_a_foreign_page_stops_no_run_and_reads_nothing(
 def test_a_link_to_the_page_sends_no_message(tmp_path: Path, visit: Callable[..., Any]) -> None:
     """A link must not send a message in the name of the person who follows it."""
     with served(feedback=tmp_path / "feedback.jsonl") as server:
-        for link in ("?q=Hello", "?prompt=Hello&model=base&submit=1", "?message=Hello#q=Hello", "#Hello"):
+        for query in ("?q=Hello", "?prompt=Hello&model=base&submit=1", "?message=Hello#q=Hello", "#Hello"):
             page = visit(server.url)
             sent: list[str] = []
             page.on("request", lambda request, sent=sent: sent.append(request.method))
-            page.goto(f"{server.url}/{link}")
+            page.goto(f"{server.url}/{query}")
             page.reload()
             page.get_by_role("textbox").first.wait_for()
             page.wait_for_timeout(300)

@@ -63,12 +63,12 @@ def test_no_other_file_is_served(client: TestClient, name: str) -> None:
 
 
 def test_every_response_forbids_loading_from_elsewhere(client: TestClient) -> None:
-    for path, content_type in (
+    for path, media_type in (
         ("/", "text/html; charset=utf-8"),
         ("/page/app.js", "text/javascript; charset=utf-8"),
     ):
         headers = client.get(path).headers
-        assert headers["content-type"] == content_type
+        assert headers["content-type"] == media_type
     for path in ("/", "/page/style.css", "/v1/about", "/health", "/none"):
         headers = client.get(path).headers
         policy = headers["content-security-policy"]
@@ -100,6 +100,11 @@ def test_every_text_exists_in_both_languages_and_is_used() -> None:
             == text.count("{}")
             == len([*Formatter().parse(text)]) - (text[-2:] != "{}")
         )
+    scripts = [path.read_text(encoding="utf-8") for path in FOLDER.glob("*.js") if path.name != "preact.js"]
+    # Calls such as t("save") and t(is_message ? "message" : "text").
+    calls = re.findall(r"\bt\(([^()]*)\)", "\n".join(scripts))
+    used = {key for call in calls for key in re.findall(r'"(\w+)"', call)}
+    assert len(used) > 50 and used <= english.keys()
     word = translator("de")
     assert word("loss") == "Verlust" and word("something else") == "something else"
     assert translator("en")("loss") == translator("../de")("loss") == "loss"

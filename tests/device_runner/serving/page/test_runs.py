@@ -18,8 +18,7 @@ from typing import Any
 
 import pytest
 
-from device_runner.serving.page import runs, stopping
-from device_runner.serving.page import tail as following
+from device_runner.serving.page import runs, stopping, tail
 from device_runner.serving.page.runs import Runs
 from device_runner.serving.page.static import translator
 from device_runner.serving.page.stopping import process_state
@@ -35,7 +34,7 @@ def list_runs(root: Path) -> list[dict[str, Any]]:
     return asyncio.run(Runs(root).list_runs())["data"]
 
 
-def followed(folder: Path) -> RunFollower:
+def make_follower(folder: Path) -> RunFollower:
     return RunFollower(folder, lambda: None)
 
 
@@ -43,7 +42,7 @@ def snapshot(run: RunFollower) -> dict[str, Any]:
     return run.snapshot("en", str)
 
 
-def refusal(root: Path, name: str) -> int:
+def status_of_stop(root: Path, name: str) -> int:
     with pytest.raises(RequestError) as caught:
         asyncio.run(Runs(root).stop(name))
     return caught.value.status
@@ -132,7 +131,7 @@ def test_pipes_and_links_are_not_read(tmp_path: Path) -> None:
 
 
 def test_many_records_are_thinned_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(following, "MOST_RECORDS", 8)
+    monkeypatch.setattr(tail, "MOST_RECORDS", 8)
     thinned = ThinnedRecords()
     for step in range(1, 101):
         thinned.add({"step": step})
@@ -147,7 +146,7 @@ def test_a_hundred_megabytes_of_metrics(tmp_path: Path) -> None:
     """A large file is read in chunks, and its records are thinned."""
     folder = write_run(tmp_path / "run")
     line = (
-        '{"event": "step", "step": %d, "loss": 2.5, "rows": 4, "seconds": 1.5, "padding": "'
+        '{"event": "step", "step": %d, "loss": 2.5, "forward_passes": 4, "seconds": 1.5, "padding": "'
         + "x" * 180
         + '"}\n'
     )
@@ -155,24 +154,24 @@ def test_a_hundred_megabytes_of_metrics(tmp_path: Path) -> None:
         for start in range(0, 400_000, 1000):
             stream.write("".join(line % step for step in range(start, start + 1000)))
     assert (folder / "metrics.jsonl").stat().st_size > 100e6
-    run, looks, longest = followed(folder), 0, 0.0
+    run, reads, longest = make_follower(folder), 0, 0.0
     while True:
-        begun = time.monotonic()
-        result, looks = snapshot(run), looks + 1
-        longest = max(longest, time.monotonic() - begun)
+        started = time.monotonic()
+        result, reads = snapshot(run), reads + 1
+        longest = max(longest, time.monotonic() - started)
         if not run.has_more:
             break
-    assert result["steps"] == 399_999 and 20 < looks < 40 and longest < 3
-    assert sum(each["event"] == "step" for each in run.read().metrics) <= following.MOST_RECORDS + 1
+    assert result["steps"] == 399_999 and 20 < reads < 40 and longest < 3
+    assert sum(each["event"] == "step" for each in run.read().metrics) <= tail.MOST_RECORDS + 1
     assert sum(len(each["svg"]) for each in result["pictures"]) < 200_000
 
 
 def test_an_endless_line_is_not_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(following, "MOST_BYTES", 1000)
+    monkeypatch.setattr(tail, "MOST_BYTES", 1000)
     folder = write_run(tmp_path / "run", steps=2)
     with (folder / "metrics.jsonl").open("a") as stream:
         stream.write("x" * 5000 + '\n{"event": "step", "step": 7, "loss": 1.0}\n')
-    run = followed(folder)
+    run = make_follower(folder)
     for _ in range(10):
         result = snapshot(run)
     assert result["steps"] == 7
@@ -190,7 +189,7 @@ def test_unusual_settings_break_nothing(tmp_path: Path, config: str) -> None:
     (folder / "config.yaml").write_text(config)
     summary = {"run": {"status": ["x"]}, "train": {"memory": {"peak_bytes": 1e300}, "best": {"loss": []}}}
     (folder / "run.json").write_text(json.dumps(summary))
-    result = snapshot(followed(folder))
+    result = snapshot(make_follower(folder))
     json.dumps(result, allow_nan=False)
     assert result["planned"] is None and result["left"] is None and result["memory"] is None
 
@@ -202,28 +201,28 @@ def test_samples_are_the_first_answer_and_the_newest(tmp_path: Path) -> None:
             stream.write(json.dumps({"step": step, "prompt": "Once", "text": "x" * 5000}) + "\n")
         for number in range(50):
             stream.write(json.dumps({"step": 0, "prompt": [number], "text": ""}) + "\n")
-    samples = snapshot(followed(folder))["samples"]
+    samples = snapshot(make_follower(folder))["samples"]
     assert [each["step"] for each in samples[0]["answers"]] == [0, 70, 80, 90]
-    assert len(samples) == following.MOST_PROMPTS and len(samples[0]["answers"][1]["text"]) == 2000
+    assert len(samples) == tail.MOST_PROMPTS and len(samples[0]["answers"][1]["text"]) == 2000
 
 
-HOLDING = """
+LOCK_SCRIPT = """
 import os, signal, sys
 from pathlib import Path
 from prge.formats.run_folder import run_lock
 with run_lock(Path(sys.argv[1])):
-    signal.signal(signal.SIGTERM, lambda *_: os.write(1, b"asked\\n"))
+    signal.signal(signal.SIGTERM, lambda *_: os.write(1, b"signalled\\n"))
     print("held", flush=True)
     sys.stdin.read()
 """
 
 
 @pytest.fixture
-def holding(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """Yield a process that holds tmp_path/run."""
+def lock_holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that locks the run folder tmp_path/run."""
     write_run(tmp_path / "run", status="running")
     pipe = subprocess.PIPE
-    command = [sys.executable, "-c", HOLDING, str(tmp_path / "run")]
+    command = [sys.executable, "-c", LOCK_SCRIPT, str(tmp_path / "run")]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[4])}
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment) as process:
         assert process.stdout is not None and process.stdout.readline() == "held\n"
@@ -231,50 +230,50 @@ def holding(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
-def test_a_run_gets_one_request_to_stop(tmp_path: Path, holding: subprocess.Popen[str]) -> None:
-    assert process_state(tmp_path / "run") == (True, holding.pid)
-    result = snapshot(followed(tmp_path / "run"))
+def test_a_run_gets_one_signal_to_stop(tmp_path: Path, lock_holder: subprocess.Popen[str]) -> None:
+    assert process_state(tmp_path / "run") == (True, lock_holder.pid)
+    result = snapshot(make_follower(tmp_path / "run"))
     assert result["status"] == "running" and result["can_stop"] and result["memory"] > 5e6
     served = Runs(tmp_path)
     asyncio.run(served.stop("run"))
-    assert holding.stdout is not None and holding.stdout.readline() == "asked\n"
+    assert lock_holder.stdout is not None and lock_holder.stdout.readline() == "signalled\n"
     with pytest.raises(RequestError) as caught:
         asyncio.run(served.stop("run"))
     assert (caught.value.status, caught.value.code) == (409, "run_not_stopped")
-    holding.kill()
-    holding.wait()
+    lock_holder.kill()
+    lock_holder.wait()
     assert process_state(tmp_path / "run") == (False, None)
-    assert refusal(tmp_path, "run") == 409
+    assert status_of_stop(tmp_path, "run") == 409
 
 
 def test_a_lock_that_names_another_process_harms_nobody(
-    tmp_path: Path, holding: subprocess.Popen[str]
+    tmp_path: Path, lock_holder: subprocess.Popen[str]
 ) -> None:
     other = write_run(tmp_path / "other", status="running")
-    for content in (f"{holding.pid}\n", "1\n", "-1\n", "0\n", "x", f"{os.getpid()}\n", "9" * 20):
+    for content in (f"{lock_holder.pid}\n", "1\n", "-1\n", "0\n", "x", f"{os.getpid()}\n", "9" * 20):
         (other / "run.lock").write_text(content)
         assert process_state(other) == (False, None), content
-        assert refusal(tmp_path, "other") == 409
+        assert status_of_stop(tmp_path, "other") == 409
 
 
 def test_a_run_that_takes_no_step_yet_or_is_this_process_is_not_stopped(
-    tmp_path: Path, holding: subprocess.Popen[str]
+    tmp_path: Path, lock_holder: subprocess.Popen[str]
 ) -> None:
     summary = json.loads((tmp_path / "run" / "run.json").read_text())
     (tmp_path / "run" / "run.json").write_text(json.dumps({**summary, "run": {"status": "stopped early"}}))
-    assert refusal(tmp_path, "run") == 409
+    assert status_of_stop(tmp_path, "run") == 409
     own = write_run(tmp_path / "own", status="running")
     with run_lock(own):
         assert process_state(own) == (True, None)
-        assert refusal(tmp_path, "own") == 409
+        assert status_of_stop(tmp_path, "own") == 409
 
 
 def test_without_proc_a_run_is_listed_but_cannot_be_stopped(
-    tmp_path: Path, holding: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, lock_holder: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stopping, "PROCESSES", tmp_path / "none")
     assert process_state(tmp_path / "run") == (True, None)
-    assert refusal(tmp_path, "run") == 409
+    assert status_of_stop(tmp_path, "run") == 409
 
 
 def test_streams_are_bounded_and_share_what_they_read(

@@ -13,25 +13,25 @@ import pytest
 from playwright.sync_api import expect
 
 from tests.device_runner.reporting.run_folders import write_run
-from tests.device_runner.serving.page.browsing import running_process, served, shots, step
+from tests.device_runner.serving.page.browsing import active_run, served, take_screenshots, take_step
 
 Visit = Callable[..., Any]
 EVIL = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"
 
 
 def test_a_run_is_followed_and_stopped(tmp_path: Path, visit: Visit) -> None:
-    with running_process(tmp_path / "runs" / "first") as process, served(runs=tmp_path / "runs") as server:
+    with active_run(tmp_path / "runs" / "first") as process, served(runs=tmp_path / "runs") as server:
         page = visit(f"{server.url}/training")
         expect(page.get_by_role("heading", name="first")).to_be_visible()
         view = page.locator("article")
         expect(view).to_contain_text("Step 25 of 40")
         expect(view).to_contain_text("running")
-        first_curve = view.locator("svg").first.inner_html()
+        first_chart = view.locator("svg").first.inner_html()
         for number in range(26, 31):
-            step(process, number)
+            take_step(process, number)
         expect(view).to_contain_text("Step 30 of 40")
         expect(view).to_contain_text("Time left5 s")
-        assert view.locator("svg").first.inner_html() != first_curve
+        assert view.locator("svg").first.inner_html() != first_chart
         with (tmp_path / "runs" / "first" / "samples.jsonl").open("a") as samples:
             samples.write(json.dumps({"step": 30, "prompt": "Once", "text": EVIL}) + "\n")
         expect(view.get_by_text(EVIL)).to_be_visible()
@@ -44,7 +44,7 @@ def test_a_run_is_followed_and_stopped(tmp_path: Path, visit: Visit) -> None:
 
 @pytest.mark.whole
 def test_a_pause_and_its_reason_are_shown(tmp_path: Path, visit: Visit) -> None:
-    with running_process(tmp_path / "runs" / "first"), served(runs=tmp_path / "runs") as server:
+    with active_run(tmp_path / "runs" / "first"), served(runs=tmp_path / "runs") as server:
         page = visit(f"{server.url}/training")
         mark = page.locator("article .mark")
         expect(mark).to_have_text("running")
@@ -59,7 +59,7 @@ def test_a_pause_and_its_reason_are_shown(tmp_path: Path, visit: Visit) -> None:
 
 @pytest.mark.whole
 def test_a_second_request_to_stop_is_refused(tmp_path: Path, visit: Visit) -> None:
-    with running_process(tmp_path / "first") as process, served(runs=tmp_path) as server:
+    with active_run(tmp_path / "first") as process, served(runs=tmp_path) as server:
         os.kill(process.pid, signal.SIGSTOP)
         page = visit(f"{server.url}/training", expected=("409",))
         button = page.get_by_role("button", name="Stop after this step")
@@ -102,7 +102,7 @@ def test_the_charts_are_translated(tmp_path: Path, visit: Visit) -> None:
         page = visit(f"{server.url}/training", "de-DE")
         expect(page.locator("svg").first).to_contain_text("Trainingszeilen, geglättet")
         expect(page.locator("figcaption").last).to_have_text(
-            "Perplexität auf Entwicklungszeilen. Weniger ist besser."
+            "Perplexität auf Entwicklungszeilen. Niedriger ist besser."
         )
         # German words are long.
         wide = "each => each.scrollWidth > each.parentElement.clientWidth"
@@ -160,13 +160,15 @@ def test_a_page_without_runs_names_the_command_that_shows_runs(tmp_path: Path, v
 
 
 @pytest.mark.whole
-def test_screenshots_of_training_runs(tmp_path: Path, visit: Visit, pictures: Path) -> None:
-    def wait_for_curves(page: Any) -> None:
+def test_screenshots_of_the_training_view(tmp_path: Path, visit: Visit, pictures: Path) -> None:
+    def wait_for_charts(page: Any) -> None:
         expect(page.locator("svg")).to_have_count(2)
 
     write_run(tmp_path / "tuned" / "search" / "0.01-4", steps=20)
     write_run(tmp_path / "second", status="failed", steps=10)
-    with running_process(tmp_path / "tuned" / "run") as process, served(runs=tmp_path) as server:
+    with active_run(tmp_path / "tuned" / "run") as process, served(runs=tmp_path) as server:
         for number in range(26, 31):
-            step(process, number)
-        shots(visit, f"{server.url}/training#run=tuned%2Frun", pictures, "training", wait_for_curves)
+            take_step(process, number)
+        take_screenshots(
+            visit, f"{server.url}/training#run=tuned%2Frun", pictures, "training", wait_for_charts
+        )

@@ -86,7 +86,9 @@ def test_a_normalized_step_is_0_if_all_losses_are_equal() -> None:
 def test_gradient_is_the_mean_of_projected_gradient_times_direction() -> None:
     projected_gradients = [0.5, -2.0, 3.0]
     modules = NumpyEngine().model.modules
-    result = Differences(Antithetic(3, 1e-2)).gradient({"scalars": projected_gradients}, 1, 2, modules)
+    result = Differences(Antithetic(3, 1e-2)).gradient(
+        {"projected_gradients": projected_gradients}, 1, 2, modules
+    )
     directions = DirectionSampler(1, 2, len(result))
     expected = sum(s * directions(i).astype(np.float64) for i, s in enumerate(projected_gradients)) / 3
     np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
@@ -122,7 +124,8 @@ def test_clipping_bounds_the_projected_gradients_of_a_step() -> None:
     rule = Antithetic(4, 1e-2)
     step = Step(make_nonzero_adapter(engine), _examples(), SEED, STEP)
     whole, shrunk = (
-        Differences(rule, clip=limit).measure(engine, step).projected_gradients for limit in (0.0, 0.1)
+        Differences(rule, max_grad_norm=limit).measure(engine, step).projected_gradients
+        for limit in (0.0, 0.1)
     )
     assert np.sqrt((shrunk**2).mean()) == pytest.approx(0.1)
     np.testing.assert_allclose(shrunk / shrunk[0], whole / whole[0])

@@ -170,8 +170,8 @@ def test_clipping_scales_the_whole_gradient() -> None:
     engine = NumpyEngine()
     step = Step(make_nonzero_adapter(engine), _examples(random_completions(8), 4), SEED, STEP)
 
-    def gradient(clip: float) -> Array:
-        result = Exact(clip).measure(engine, step).gradient
+    def gradient(max_grad_norm: float) -> Array:
+        result = Exact(max_grad_norm).measure(engine, step).gradient
         assert result is not None
         return result
 
@@ -182,9 +182,9 @@ def test_clipping_scales_the_whole_gradient() -> None:
 
 
 @pytest.mark.parametrize("encoder", [False, True])
-@pytest.mark.parametrize("clip", [0.0, 0.3])
+@pytest.mark.parametrize("max_grad_norm", [0.0, 0.3])
 def test_every_example_is_clipped_before_the_mean(
-    encoder: bool, clip: float, monkeypatch: pytest.MonkeyPatch
+    encoder: bool, max_grad_norm: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gradients with a larger norm are scaled to the limit, others aren't changed."""
     # Sums have other bits where examples are computed together.
@@ -207,18 +207,23 @@ def test_every_example_is_clipped_before_the_mean(
     assert 0 < (shares < 1).sum() < count
     expected = sum(share * each for share, each in zip(shares, alone, strict=True)) / count
     # The limit of the step is applied afterwards.
-    expected *= min(1.0, clip / np.linalg.norm(expected)) if clip else 1.0
+    expected *= min(1.0, max_grad_norm / np.linalg.norm(expected)) if max_grad_norm else 1.0
     np.testing.assert_allclose(
-        gradient(examples, clip=clip, clip_examples=limit), expected, atol=1e-7 * np.abs(expected).max()
+        gradient(examples, max_grad_norm=max_grad_norm, max_example_grad_norm=limit),
+        expected,
+        atol=1e-7 * np.abs(expected).max(),
     )
-    unbounded = gradient(examples, clip=clip)
-    assert gradient(examples, clip=clip, clip_examples=2 * norms.max()).tobytes() == unbounded.tobytes()
+    unbounded = gradient(examples, max_grad_norm=max_grad_norm)
+    assert (
+        gradient(examples, max_grad_norm=max_grad_norm, max_example_grad_norm=2 * norms.max()).tobytes()
+        == unbounded.tobytes()
+    )
 
 
 def test_examples_that_are_clipped_are_computed_one_by_one() -> None:
     engine = NumpyEngine()
     examples = _examples(random_completions(8), 4)
-    Exact(clip_examples=1.0).measure(engine, Step(make_nonzero_adapter(engine), examples, SEED, STEP))
+    Exact(max_example_grad_norm=1.0).measure(engine, Step(make_nonzero_adapter(engine), examples, SEED, STEP))
     assert engine.computed == [example.sequences for example in examples]
 
 
@@ -229,7 +234,7 @@ def test_one_example_moves_a_step_by_no_more_than_its_limit() -> None:
     examples = _examples(random_completions(12), count)
     other = _examples(random_completions(12), 1, seed=SEED + 1)
     result = [
-        Exact(clip_examples=limit).measure(engine, Step(adapter, chosen, SEED, STEP)).gradient
+        Exact(max_example_grad_norm=limit).measure(engine, Step(adapter, chosen, SEED, STEP)).gradient
         for chosen in (examples, [*examples[:-1], *other])
     ]
     assert result[0] is not None and result[1] is not None
@@ -237,7 +242,7 @@ def test_one_example_moves_a_step_by_no_more_than_its_limit() -> None:
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize("limits", [{}, {"clip": 1e-3}, {"clip_examples": 1e-3}], ids=str)
+@pytest.mark.parametrize("limits", [{}, {"max_grad_norm": 1e-3}, {"max_example_grad_norm": 1e-3}], ids=str)
 def test_clipping_keeps_values_that_are_not_finite(bad: float, limits: dict[str, float]) -> None:
     class Broken(NumpyEngine):
         def vjp(self, call: Call, grad_fn: GradFn) -> tuple[Float64Array, Float64Array]:
@@ -263,7 +268,7 @@ def test_a_journal_restores_the_same_bits() -> None:
     adapter = make_nonzero_adapter(engine)
     result = Exact().measure(engine, Step(adapter, _examples(random_completions(8), 4), SEED, STEP))
     stored: Mapping[str, Any] = json.loads(json.dumps(result.journal_fields))
-    assert "scalars" not in stored
+    assert "projected_gradients" not in stored
     # Four bytes a number as text, three bytes in four letters.
     assert len(stored["gradient"]) == pytest.approx(adapter.size * 16 / 3, abs=4)
     again = Exact().gradient(stored, SEED, STEP, adapter.modules)

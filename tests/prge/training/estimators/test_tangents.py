@@ -128,7 +128,7 @@ def test_clipping_scales_the_examples_with_large_gradients() -> None:
     whole = TangentEstimator(QUERIES).measure(engine, step).projected_gradients
     size = np.sqrt((whole**2).mean(0))
     limit = float(np.median(size))
-    result = TangentEstimator(QUERIES, clip=limit).measure(engine, step).projected_gradients
+    result = TangentEstimator(QUERIES, max_grad_norm=limit).measure(engine, step).projected_gradients
     np.testing.assert_allclose(np.sqrt((result**2).mean(0)), np.minimum(size, limit), rtol=1e-6)
     np.testing.assert_allclose(result / result[0], whole / whole[0], rtol=1e-6)
 
@@ -190,15 +190,18 @@ def test_the_largest_tangent_of_a_step_is_reported() -> None:
     assert largest is not None and np.isnan(largest)
 
 
-@pytest.mark.parametrize("clip", [0.0, 0.5])
-def test_gradient_from_a_journal_has_the_same_bits(clip: float) -> None:
+@pytest.mark.parametrize("max_grad_norm", [0.0, 0.5])
+def test_gradient_from_a_journal_has_the_same_bits(max_grad_norm: float) -> None:
     engine = NumpyEngine()
     adapter = make_nonzero_adapter(engine)
-    estimator = TangentEstimator(QUERIES, clip=clip)
+    estimator = TangentEstimator(QUERIES, max_grad_norm=max_grad_norm)
     step = Step(adapter, _examples(random_completions(12), 8), SEED, STEP)
     result = estimator.measure(engine, step)
     live = estimator.gradient(result.journal_fields, SEED, STEP, adapter.modules)
     stored = json.loads(json.dumps(result.journal_fields))
-    assert truncate_to_grid(np.array(stored["scalars"]), axis=0).tolist() == stored["scalars"]
+    assert (
+        truncate_to_grid(np.array(stored["projected_gradients"]), axis=0).tolist()
+        == stored["projected_gradients"]
+    )
     replayed = TangentEstimator(QUERIES).gradient(stored, SEED, STEP, adapter.modules)
     assert replayed.tobytes() == live.tobytes()

@@ -25,11 +25,11 @@ def make_settings(workshop: Path, tmp_path: Path) -> Callable[..., BaselineSetti
             "task": str(folder / "task.yaml"),
             "out": tmp_path / "run",
             "steps": 12,
-            "evaluate_every": 4,
-            "checkpoint_every": 5,
+            "eval_steps": 4,
+            "save_steps": 5,
             "learning_rate": 0.01,
-            "schedule": "constant",
-            "warmup": 0,
+            "lr_scheduler_type": "constant",
+            "warmup_steps": 0,
             "quiet": True,
         }
         return BaselineSettings(**{**fields, **changes})

@@ -43,7 +43,7 @@ def test_every_method_learns(tmp_path: Path, method: str, optimizer: Any) -> Non
     rate = 2e-3 if optimizer.startswith("adam") else 0.01
     losses = [trained.step(ROWS, rate).loss for _ in range(30)]
     assert losses[-1] < 0.9 * losses[0]
-    assert trained.step(ROWS, 0.0).rows == 3 * len(ROWS)
+    assert trained.step(ROWS, 0.0).forward_passes == 3 * len(ROWS)
 
 
 @pytest.mark.parametrize("method", BACKPROPAGATION)

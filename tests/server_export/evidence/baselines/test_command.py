@@ -40,12 +40,12 @@ def test_files_of_a_run(make_settings: MakeSettings, workshop: Path) -> None:
     steps = [record for record in records if record["event"] == "step"]
     assert [record["step"] for record in steps] == list(range(1, 41))
     # Four rows in a step, and a backward pass at the cost of two forward passes.
-    assert [record["rows"] for record in steps] == [12 * step for step in range(1, 41)]
+    assert [record["forward_passes"] for record in steps] == [12 * step for step in range(1, 41)]
     evaluations = [record for record in records if record["event"] == "evaluation"]
     assert [record["step"] for record in evaluations] == list(range(0, 41, 4))
     assert evaluations[-1]["loss"] < 0.5 * evaluations[0]["loss"]
     train = train_block(settings.out)
-    assert (train["steps"], train["rows"]) == (40, 480)
+    assert (train["steps"], train["forward_passes"]) == (40, 480)
     assert train["trained_values"] == sum(
         m.rank * m.out_features for m in open_bundle(settings.bundle).chain.modules
     )
@@ -79,7 +79,7 @@ def test_a_killed_baseline_that_starts_again_ends_with_the_same_numbers(
     make_settings: MakeSettings, tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rate = 1e-4 if method in ("mezo", "backprop-full", "quantized-training") else 0.01
-    chosen: dict[str, Any] = {"method": method, "learning_rate": rate, "steps": 4, "evaluate_every": 2}
+    chosen: dict[str, Any] = {"method": method, "learning_rate": rate, "steps": 4, "eval_steps": 2}
     if method == "sparse-bp":
         # A quarter of one block is too little for any update.
         chosen["memory_share"] = 0.9
@@ -144,7 +144,7 @@ def test_a_diverging_loss_ends_the_run(make_settings: MakeSettings) -> None:
         ({"epsilon": 0.1}, "--epsilon"),
         ({"retention": 1.5, "method": "far"}, "--retention is 1.5"),
         ({"memory_share": 0.0, "method": "sparse-bp"}, "--memory-share is 0.0"),
-        ({"warmup": 13}, "--warmup is 13"),
+        ({"warmup_steps": 13}, "--warmup-steps is 13"),
     ],
     ids=str,
 )

@@ -26,7 +26,7 @@ SETTINGS = method_settings("far", steps=40)
 def test_splitting_feed_forward_layers_does_not_change_the_model(tmp_path: Path, architecture: str) -> None:
     problem = tiny_problem(tmp_path, architecture)
     before, layers = outputs(problem), sum(map(len, feed_forward_linears(problem.model)))
-    assert prepare(problem, SETTINGS).prior_rows == 2 * 3 * 4
+    assert prepare(problem, SETTINGS).prior_passes == 2 * 3 * 4
     torch.testing.assert_close(outputs(problem), before, rtol=0, atol=1e-6)
     split = [module for module in problem.model.modules() if isinstance(module, SplitLinear)]
     assert len(split) == layers

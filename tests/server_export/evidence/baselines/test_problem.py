@@ -41,7 +41,7 @@ def test_the_loss_of_a_decoder_equals_the_drivers(
     assert problem.loss(examples).item() == pytest.approx(expected, abs=1e-5)
     scored = score(problem.engine, adapter, examples).loss
     assert scored == pytest.approx(expected, abs=1e-5)
-    assert problem.rows(examples) == sum(len(example.sequences) for example in examples)
+    assert problem.forward_passes(examples) == sum(len(example.sequences) for example in examples)
 
 
 @pytest.mark.parametrize(("architecture", "pooling"), [("bert", "mean"), ("roberta", "first")])

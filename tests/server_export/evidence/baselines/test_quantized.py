@@ -91,4 +91,4 @@ def test_input_scales_span_the_largest_input(tmp_path: Path) -> None:
     layer.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
     scales = input_scales(problem, {name: layer}, problem.train[:3])
     assert scales[name] * 127 == pytest.approx(inputs[0].abs().max().item())
-    assert prepare(problem, SETTINGS).prior_rows == len(problem.train)
+    assert prepare(problem, SETTINGS).prior_passes == len(problem.train)

@@ -139,7 +139,7 @@ def test_only_parameters_of_the_scheme_change_and_the_analysis_is_counted(tmp_pa
     problem = tiny_problem(tmp_path, "gpt2")
     method = prepare(problem, SETTINGS)
     # Memory, the loss before, a trial of the biases of each depth, and two of each of eight weights.
-    assert method.prior_rows == 4 + 4 + (2 + 2 * 8) * (3 * 4 + 4)
+    assert method.prior_passes == 4 + 4 + (2 + 2 * 8) * (3 * 4 + 4)
     before = values_of(problem)
     buffers = {name: value.clone() for name, value in problem.model.named_buffers()}
     method.step(problem.train, 1e-2)

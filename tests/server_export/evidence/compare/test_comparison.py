@@ -43,7 +43,7 @@ def test_all_methods_are_evaluated_at_the_same_rows(tmp_path: Path) -> None:
     run(tmp_path / "cmp", verbs, *BOTH)
     rows = {"baseline": 48, "run": 32}
     evaluated = {
-        verb: [step * rows[verb] for step in settings["evaluate_at"]]
+        verb: [step * rows[verb] for step in settings["eval_at"]]
         for verb, settings in verbs.calls
         if verb in rows and "/runs/" in settings["out"]
     }

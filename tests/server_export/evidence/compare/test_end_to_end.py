@@ -46,7 +46,7 @@ def test_a_killed_comparison_continues(tmp_path: Path) -> None:
     first = start(out)
     deadline = time.monotonic() + 400
     journal = run / "journal.jsonl"
-    while not (journal.is_file() and journal.read_bytes().count(b'"kind":"step"') >= 5):
+    while not (journal.is_file() and journal.read_bytes().count(b'"type":"step"') >= 5):
         assert first.poll() is None, first.stdout and first.stdout.read()
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -49,7 +49,7 @@ def test_queries_times_examples_are_the_same_for_all() -> None:
     ],
 )  # fmt: skip
 def test_rows_of_a_step(name: str, rows: int) -> None:
-    assert METHODS[name].rows(16) == rows
+    assert METHODS[name].forward_passes(16) == rows
 
 
 def parsed(settings_class: type[Settings], settings: Mapping[str, Any], folder: Path) -> Settings:
@@ -72,7 +72,7 @@ def test_engine_methods_have_settings_that_verbs_take(name: str, tmp_path: Path)
     assert run.batch_size == method.examples(16)
     assert run.queries == (None if name.startswith("exact") else method.run["queries"])
     assert run.select == "loss"
-    assert (run.evaluate_at, run.evaluate_every, run.checkpoint_every) == ([0, 2, 7, 10], 0, 7)
+    assert (run.eval_at, run.eval_steps, run.save_steps) == ([0, 2, 7, 10], 0, 7)
     paths = tmp_path / "bundle", ROWS["test"], tmp_path / "run", tmp_path / "t"
     assert parsed(EvaluateSettings, settings_of_test(settings, *paths), tmp_path).data == ROWS["test"]
 
@@ -99,7 +99,7 @@ def test_a_timed_run_has_no_evaluations(tmp_path: Path) -> None:
         plan = RunPlan(8, 1e-3, 3)
         chosen = run_settings(METHODS[name], settings, plan, tmp_path / "b", ROWS, tmp_path / "run")
         run = parsed(settings_class, chosen, tmp_path)
-        assert (run.dev, run.evaluate_at, run.evaluate_every) == (None, [], 0)
+        assert (run.dev, run.eval_at, run.eval_steps) == (None, [], 0)
 
 
 def test_a_bundle_starts_from_the_adapter_or_from_modules(tmp_path: Path) -> None:

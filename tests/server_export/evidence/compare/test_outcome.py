@@ -33,14 +33,15 @@ def test_rows_to_a_target_met_by_the_first_evaluation_are_a_bound(tmp_path: Path
     curves = [(0, 0.73), (2016, 0.108), (4032, 0.103)]
     for run in result["methods"]["backprop-lora-fa"]["runs"]:
         run["curve"] = [
-            {"step": rows // 48, "rows": rows, "seconds": rows / 1000, "loss": loss} for rows, loss in curves
+            {"step": rows // 48, "forward_passes": rows, "seconds": rows / 1000, "loss": loss}
+            for rows, loss in curves
         ]
     outcome = judge(result)
-    rows = outcome.figures["backprop-lora-fa"]["rows_to_target"]
+    rows = outcome.figures["backprop-lora-fa"]["forward_passes_to_target"]
     assert (rows.mean, rows.bounded) == (2016, frozenset(SEEDS))
     # A ratio to a bound was never measured.
-    assert {duel.ratio for duel in outcome.duels if duel.figure.key == "rows_to_target"} == {None}
-    assert to_json(result, outcome)["methods"]["backprop-lora-fa"]["rows_to_target"]["bounded"] == 3
+    assert {duel.ratio for duel in outcome.duels if duel.figure.key == "forward_passes_to_target"} == {None}
+    assert to_json(result, outcome)["methods"]["backprop-lora-fa"]["forward_passes_to_target"]["bounded"] == 3
 
 
 def test_without_the_reference_another_sets_the_target(tmp_path: Path) -> None:
@@ -88,7 +89,7 @@ def test_figures_and_winners_are_computed(tmp_path: Path) -> None:
     assert p_rge["own_peak_mb"] == p_rge["peak_mb"]
     assert outcome.figures["tangent"]["seconds_to_target"].censored == 3
     winners = {duel.figure.key: duel.winner for duel in outcome.duels}
-    assert winners["test_loss"] == winners["rows_to_target"] == "backward"
+    assert winners["test_loss"] == winners["forward_passes_to_target"] == "backward"
     assert winners["peak_mb"] == winners["activation_mb"] == "forward"
     assert "tokens_per_second" not in winners
     ratio = next(duel.ratio for duel in outcome.duels if duel.figure.key == "activation_mb")

@@ -22,7 +22,7 @@ from tests.comparisons import write_run
 def records(*entries: tuple[str, int, float, float | None]) -> list[dict[str, Any]]:
     """Return records of (event, step, seconds, loss)."""
     return [
-        {"event": event, "step": step, "seconds": seconds, "loss": loss, "rows": 10 * step}
+        {"event": event, "step": step, "seconds": seconds, "loss": loss, "forward_passes": 10 * step}
         for event, step, seconds, loss in entries
     ]
 

@@ -26,7 +26,7 @@ def test_a_report_begins_with_the_wins_of_backpropagation(report: Path) -> None:
     assert page.headings[1:3] == ["Where backpropagation wins", "Where forward passes win"]
     text = (report / "report.md").read_text()
     first = text.index("Where backpropagation wins")
-    assert first < text.index("rows computed to the target: backprop-lora-fa") < text.index("passes win\n")
+    assert first < text.index("forward passes to the target: backprop-lora-fa") < text.index("passes win\n")
 
 
 def test_a_page_contains_everything_and_escapes_texts(report: Path) -> None:
@@ -81,7 +81,7 @@ def test_a_bound_is_printed_as_a_bound(tmp_path: Path) -> None:
         run["curve"][1] |= {"loss": 0.21}
     write_report(result, tmp_path)
     summary = Page((tmp_path / "report.html").read_text()).tables[1]
-    column = summary[0].index("rows computed to the target")
+    column = summary[0].index("forward passes to the target")
     assert next(row for row in summary if row[0] == "backprop-lora-fa")[column] == "< 480"
 
 
@@ -93,7 +93,7 @@ def test_a_range_is_printed_only_if_there_is_one(tmp_path: Path) -> None:
     backprop, p_rge = summary[1], summary[2]
     # Peaks differ by a byte; the third seed of p-rge ends at 0.334.
     assert backprop[summary[0].index("memory of steps over the loaded model, MB")] == "30"
-    assert p_rge[summary[0].index("rows computed to the target")] == "[1,214, 1,260], not reached: 1 of 3"
+    assert p_rge[summary[0].index("forward passes to the target")] == "[1,214, 1,260], not reached: 1 of 3"
 
 
 def test_markdown_has_whole_tables_and_pictures_that_exist(report: Path) -> None:

@@ -18,7 +18,13 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect
 
-from tests.device_runner.serving.page.browsing import Served, ask, check_axe, served, shots
+from tests.device_runner.serving.page.browsing import (
+    Served,
+    check_axe,
+    send_message,
+    served,
+    take_screenshots,
+)
 from tests.device_runner.serving.page.child import HOSTILE, LINE
 
 Visit = Callable[..., Any]
@@ -31,33 +37,33 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield child
 
 
-def rows(server: Served) -> list[dict[str, Any]]:
+def feedback_rows(server: Served) -> list[dict[str, Any]]:
     settings = json.loads(server.process.args[2])  # type: ignore[index]
     return [json.loads(line) for line in Path(settings["feedback"]).read_text().splitlines()]
 
 
 def test_an_answer_streams_and_can_be_stopped(server: Served, visit: Visit) -> None:
     page = visit(server.url)
-    answer = ask(page, "Hello!")
+    answer = send_message(page, "Hello!")
     expect(answer).to_contain_text("This is base, turn 1, temperature 1.0. You said: Hello!")
     expect(answer.locator("footer")).to_contain_text(re.compile(r"10 tokens · [\d.\u202f]+ tokens/s"))
     # Text that arrives in a burst says nothing about the generation speed.
-    expect(ask(page, "burst").locator("footer .muted")).to_have_text("50 tokens")
-    slow = ask(page, "slow")
+    expect(send_message(page, "burst").locator("footer .muted")).to_have_text("50 tokens")
+    slow = send_message(page, "slow")
     expect(slow).to_contain_text("word word")
     page.get_by_role("button", name="Stop").click()
     expect(slow).to_contain_text("stopped")
     written = slow.locator(".text").inner_text()
     assert 2 <= written.count("word") < 500
     # The message can be sent again; the next turn includes the stopped answer.
-    expect(ask(page, "Go on")).to_contain_text("turn 4")
+    expect(send_message(page, "Go on")).to_contain_text("turn 4")
 
 
 @pytest.mark.whole
 def test_escape_stops_and_a_message_can_be_changed(server: Served, visit: Visit) -> None:
     page = visit(server.url)
     for text in ("one", "two", "three"):
-        expect(ask(page, text)).to_contain_text(f"You said: {text}")
+        expect(send_message(page, text)).to_contain_text(f"You said: {text}")
     page.get_by_role("button", name="Edit").nth(1).click()
     edited = page.get_by_role("textbox", name="Edit your message")
     expect(edited).to_be_focused()
@@ -69,13 +75,13 @@ def test_escape_stops_and_a_message_can_be_changed(server: Served, visit: Visit)
     page.get_by_role("button", name="Edit").first.click()
     page.keyboard.press("Escape")
     expect(page.get_by_role("button", name="Edit").first).to_be_focused()
-    slow = ask(page, "slow")
+    slow = send_message(page, "slow")
     expect(slow).to_contain_text("word")
     page.keyboard.press("Escape")
     expect(slow).to_contain_text("stopped")
     page.get_by_role("button", name="New conversation").click()
     expect(page.locator(".turns > li")).to_have_count(0)
-    expect(ask(page, "new")).to_contain_text("turn 1")
+    expect(send_message(page, "new")).to_contain_text("turn 1")
 
 
 @pytest.mark.whole
@@ -84,8 +90,8 @@ def test_a_conversation_survives_a_reload_but_not_its_tab(server: Served, visit:
     page.get_by_role("checkbox", name="tuned").check()
     page.get_by_role("checkbox", name="base").uncheck()
     page.get_by_role("spinbutton", name="Max tokens").fill("400")
-    expect(ask(page, "one")).to_contain_text("You said: one")
-    expect(ask(page, "slow")).to_contain_text("word word")
+    expect(send_message(page, "one")).to_contain_text("You said: one")
+    expect(send_message(page, "slow")).to_contain_text("word word")
     page.reload()
     expect(page.locator(".turns > li")).to_have_count(2)
     answers = page.locator(".answer")
@@ -93,7 +99,7 @@ def test_a_conversation_survives_a_reload_but_not_its_tab(server: Served, visit:
     expect(answers.last).to_contain_text(re.compile("word word.*stopped", re.DOTALL))
     expect(page.get_by_role("checkbox", name="base")).not_to_be_checked()
     expect(page.get_by_role("spinbutton", name="Max tokens")).to_have_value("400")
-    expect(ask(page, "three")).to_contain_text("This is tuned, turn 3")
+    expect(send_message(page, "three")).to_contain_text("This is tuned, turn 3")
     answers.first.get_by_role("button", name="Good answer").click()
     expect(answers.first).to_contain_text("Saved. Thank you.")
     page.get_by_role("button", name="New conversation").click()
@@ -107,30 +113,45 @@ def test_a_conversation_survives_a_reload_but_not_its_tab(server: Served, visit:
 @pytest.mark.whole
 def test_a_conversation_too_large_to_store_is_lost_with_the_page(server: Served, visit: Visit) -> None:
     page = visit(server.url)
-    ask(page, "x" * 400_000)
+    send_message(page, "x" * 400_000)
     page.evaluate("sessionStorage.setItem('other', 'x'.repeat(4_900_000))")
     page.reload()
-    expect(ask(page, "Hello!")).to_contain_text("turn 1")
-    for kept in ("{", "null", "[]", '{"turns": 1}'):
+    expect(send_message(page, "Hello!")).to_contain_text("turn 1")
+    for stored in ("{", "null", "[]", '{"turns": 1}'):
         # Invalid stored content; written while the page unloads, so that the next page finds it from the
         # start.
-        page.add_init_script(f"sessionStorage.setItem('prge-talk', {json.dumps(kept)})")
+        page.add_init_script(f"sessionStorage.setItem('prge-talk', {json.dumps(stored)})")
         page.reload()
-        expect(ask(page, "Hello!")).to_contain_text("turn 1")
+        expect(send_message(page, "Hello!")).to_contain_text("turn 1")
+
+
+@pytest.mark.whole
+def test_a_chat_stored_with_earlier_field_names_is_restored(server: Served, visit: Visit) -> None:
+    answer = {"model": "tuned", "text": "Hello to you", "state": "cut", "answer": "chatcmpl-1", "took": 2,
+              "tokens": 5, "judged": "good", "is_short": True}  # fmt: skip
+    chat = {"turns": [{"id": 1, "text": "Hello!", "answers": [answer]}], "chosen": ["tuned"], "settings": {}}
+    page = visit(server.url)
+    page.add_init_script(f"sessionStorage.setItem('prge-talk', {json.dumps(json.dumps(chat))})")
+    page.reload()
+    expect(page.locator(".answer .text")).to_have_text("Hello to you")
+    status = "5 tokens · 2 tokens/s · reached max tokens · older messages were omitted"
+    expect(page.locator(".answer footer .muted")).to_have_text(status)
+    expect(page.locator(".answer footer")).to_contain_text("Saved")
+    expect(page.get_by_role("checkbox", name="tuned")).to_be_checked()
 
 
 @pytest.mark.whole
 def test_models_answer_side_by_side_and_see_their_own_answers(server: Served, visit: Visit) -> None:
     page = visit(server.url)
     page.get_by_role("checkbox", name="tuned").check()
-    answers = ask(page, "Who are you?")
+    answers = send_message(page, "Who are you?")
     expect(answers).to_have_count(2)
     for name in ("base", "tuned"):
         expect(page.get_by_role("article", name=name)).to_contain_text(f"This is {name}, turn 1")
     boxes = [answers.nth(index).bounding_box() for index in range(2)]
     assert boxes[0]["y"] == boxes[1]["y"] and boxes[0]["x"] < boxes[1]["x"]
     page.get_by_role("checkbox", name="base").uncheck()
-    expect(ask(page, "And now?")).to_contain_text("This is tuned, turn 2")
+    expect(send_message(page, "And now?")).to_contain_text("This is tuned, turn 2")
     assert "exact" in page.locator("aside").inner_text() and "smollm2" in page.locator("aside").inner_text()
 
 
@@ -138,16 +159,16 @@ def test_models_answer_side_by_side_and_see_their_own_answers(server: Served, vi
 def test_ratings_and_corrections_are_kept(server: Served, visit: Visit) -> None:
     page = visit(server.url)
     for name in ("Good answer", "Bad answer"):
-        answer = ask(page, name)
+        answer = send_message(page, name)
         answer.get_by_role("button", name=name).click()
         expect(answer).to_contain_text("Saved. Thank you.")
         expect(answer.get_by_role("button")).to_have_count(0)
-    answer = ask(page, "Correct me")
+    answer = send_message(page, "Correct me")
     answer.get_by_role("button", name="Correct").click()
     page.get_by_role("textbox", name="Corrected answer").fill("Right <b>so</b>")
     page.get_by_role("button", name="Save correction").click()
     expect(answer).to_contain_text("Saved. Thank you.")
-    good, bad, corrected = rows(server)[-3:]
+    good, bad, corrected = feedback_rows(server)[-3:]
     assert (good["rating"], bad["rating"], corrected["correction"]) == ("good", "bad", "Right <b>so</b>")
     assert corrected["messages"][-1] == {"role": "user", "content": "Correct me"}
 
@@ -173,12 +194,12 @@ def test_sampling_settings_are_sent_with_the_message(server: Served, visit: Visi
              "Max tokens": "99", "Seed": "7"}  # fmt: skip
     for name, value in given.items():
         page.get_by_label(name).fill(value)
-    expect(ask(page, "Hello")).to_contain_text("temperature 0.5")
+    expect(send_message(page, "Hello")).to_contain_text("temperature 0.5")
     named = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "seed")
     assert [sent[-1][name] for name in named] == [0.5, 0.9, 40, 0.2, 1.1, 99, 7]
     page.get_by_label("Seed").fill("")
     page.get_by_label("Temperature").fill("1e9")
-    expect(ask(page, "Hello")).to_contain_text("No answer: temperature is 1000000000")
+    expect(send_message(page, "Hello")).to_contain_text("No answer: temperature is 1000000000")
     assert "seed" not in sent[-1]
     page.get_by_label("Temperature").fill("0")
     page.get_by_role("button", name="Ask again").click()
@@ -203,8 +224,8 @@ def test_learned_adapters_and_reverting_them(visit: Visit) -> None:
 @pytest.mark.whole
 def test_a_conversation_continues_while_training_runs_are_shown(server: Served, visit: Visit) -> None:
     page = visit(server.url)
-    expect(ask(page, "Hello!")).to_contain_text("You said: Hello!")
-    slow = ask(page, "slow")
+    expect(send_message(page, "Hello!")).to_contain_text("You said: Hello!")
+    slow = send_message(page, "slow")
     page.get_by_role("link", name="Training").click()
     expect(page).to_have_title("Training – prge")
     expect(page.get_by_role("textbox", name="Message")).to_have_count(0)
@@ -219,24 +240,24 @@ def test_a_models_output_is_shown_as_text(server: Served, visit: Visit) -> None:
     page = visit(server.url)
     urls: list[str] = []
     page.on("request", lambda request: urls.append(request.url))
-    answer = ask(page, "hostile")
+    answer = send_message(page, "hostile")
     expect(answer.locator(".text")).to_have_text(HOSTILE)
     assert answer.locator(".text").evaluate("at => at.children.length") == 0
     assert page.title() == "Chat – prge" and "evil.example" not in "".join(urls)
     page.get_by_role("textbox", name="Message").fill(HOSTILE)
     page.keyboard.press("Enter")
-    expect(page.locator(".asked .text").last).to_have_text(HOSTILE)
+    expect(page.locator(".user-message .text").last).to_have_text(HOSTILE)
 
 
 @pytest.mark.whole
 def test_a_megabyte_without_a_space(server: Served, visit: Visit) -> None:
     page = visit(server.url, expected=("400",))
-    answer = ask(page, "line")
+    answer = send_message(page, "line")
     expect(answer.locator("footer")).to_contain_text("64 tokens", timeout=30_000)
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     begun = time.monotonic()
     # The message is not sent with the next one, because it is longer than the context.
-    expect(ask(page, "Hello")).to_contain_text("older messages were omitted", timeout=30_000)
+    expect(send_message(page, "Hello")).to_contain_text("older messages were omitted", timeout=30_000)
     assert time.monotonic() - begun < 10
     answer = page.locator(".answer").first
     answer.get_by_role("button", name="Show all 1\u202f048\u202f576 characters").click()
@@ -273,13 +294,13 @@ def test_the_page_stays_fast_with_a_thousand_messages(visit: Visit) -> None:
 def test_a_server_that_stops_and_restarts(visit: Visit) -> None:
     with served() as first:
         page = visit(first.url)
-        expect(ask(page, "Hello!")).to_contain_text("You said")
-        slow = ask(page, "slow")
+        expect(send_message(page, "Hello!")).to_contain_text("You said")
+        slow = send_message(page, "slow")
         expect(slow).to_contain_text("word")
         port = first.port
     expect(slow).to_contain_text("No answer: The server is not reachable.")
     expect(page.locator(".banner")).to_contain_text("retries until")
-    expect(ask(page, "Are you there?")).to_contain_text("No answer")
+    expect(send_message(page, "Are you there?")).to_contain_text("No answer")
     with served(port=port):
         expect(page.locator(".banner")).to_contain_text("The server is back.")
         page.get_by_role("button", name="Ask again").last.click()
@@ -312,7 +333,7 @@ def forwarded(port: int) -> Iterator[int]:
 def test_the_page_through_a_forwarded_port(server: Served, visit: Visit) -> None:
     with forwarded(server.port) as port:
         page = visit(f"http://localhost:{port}/")
-        expect(ask(page, "Hello")).to_contain_text("You said: Hello")
+        expect(send_message(page, "Hello")).to_contain_text("You said: Hello")
         page.context.close()
 
 
@@ -328,9 +349,9 @@ def test_a_key_is_requested_once_per_tab(visit: Visit) -> None:
             page.get_by_role("button", name="Open").click()
             if output:
                 expect(page.get_by_role("alert").filter(has_text=output)).to_be_visible()
-        expect(ask(page, "Hello")).to_contain_text("You said: Hello")
+        expect(send_message(page, "Hello")).to_contain_text("You said: Hello")
         page.reload()
-        expect(ask(page, "Again")).to_contain_text("You said: Again")
+        expect(send_message(page, "Again")).to_contain_text("You said: Again")
         assert "secret" not in "".join(urls) + page.url
         assert page.evaluate("document.cookie + JSON.stringify(localStorage)").count("secret") == 0
         other = page.context.new_page()
@@ -390,14 +411,14 @@ def test_the_language_is_the_browsers_and_can_be_switched(server: Served, visit:
 
 @pytest.mark.whole
 def test_screenshots_of_the_chat(server: Served, visit: Visit, pictures: Path) -> None:
-    def talk(page: Any) -> None:
+    def fill_chat(page: Any) -> None:
         page.get_by_role("checkbox", name="tuned").check()
         for text in ("Hello! Tell me about the hotel in Northwick, please.", "And how was the breakfast?"):
-            expect(ask(page, text).last).to_contain_text("tokens/s")
+            expect(send_message(page, text).last).to_contain_text("tokens/s")
         page.get_by_role("article", name="tuned").last.get_by_role("button", name="Correct").click()
 
-    def empty(page: Any) -> None:
+    def wait_for_composer(page: Any) -> None:
         expect(page.get_by_role("textbox", name="Message")).to_be_visible()
 
-    shots(visit, server.url, pictures, "empty", empty)
-    shots(visit, server.url, pictures, "talk", talk)
+    take_screenshots(visit, server.url, pictures, "empty", wait_for_composer)
+    take_screenshots(visit, server.url, pictures, "chat", fill_chat)
