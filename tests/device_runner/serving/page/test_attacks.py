@@ -100,7 +100,7 @@ Promise.all(tried).then(outcomes => setTimeout(() => document.title = "tried " +
 
 @contextmanager
 def foreign_server(text: str) -> Iterator[int]:
-    """A foreign web server with one page."""
+    """Yield a foreign web server with one page."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:

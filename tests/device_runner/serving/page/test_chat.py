@@ -207,7 +207,7 @@ def test_sampling_settings_are_sent_with_the_message(server: Served, visit: Visi
 
 
 @pytest.mark.whole
-def test_learned_adapters_and_reverting_them(visit: Visit) -> None:
+def test_learned_adapters_are_listed_and_can_be_reverted(visit: Visit) -> None:
     with served(learns=True) as server:
         page = visit(server.url)
         history = page.locator(".history li")
@@ -250,7 +250,7 @@ def test_a_models_output_is_shown_as_text(server: Served, visit: Visit) -> None:
 
 
 @pytest.mark.whole
-def test_a_megabyte_without_a_space(server: Served, visit: Visit) -> None:
+def test_a_megabyte_without_a_space_is_shown(server: Served, visit: Visit) -> None:
     page = visit(server.url, expected=("400",))
     answer = send_message(page, "line")
     expect(answer.locator("footer")).to_contain_text("64 tokens", timeout=30_000)
@@ -291,7 +291,7 @@ def test_the_page_stays_fast_with_a_thousand_messages(visit: Visit) -> None:
 
 
 @pytest.mark.whole
-def test_a_server_that_stops_and_restarts(visit: Visit) -> None:
+def test_the_chat_survives_a_restart_of_the_server(visit: Visit) -> None:
     with served() as first:
         page = visit(first.url)
         expect(send_message(page, "Hello!")).to_contain_text("You said")
@@ -330,7 +330,7 @@ def forwarded(port: int) -> Iterator[int]:
 
 
 @pytest.mark.whole
-def test_the_page_through_a_forwarded_port(server: Served, visit: Visit) -> None:
+def test_the_page_works_through_a_forwarded_port(server: Served, visit: Visit) -> None:
     with forwarded(server.port) as port:
         page = visit(f"http://localhost:{port}/")
         expect(send_message(page, "Hello")).to_contain_text("You said: Hello")
@@ -363,7 +363,7 @@ def test_a_key_is_requested_once_per_tab(visit: Visit) -> None:
 
 
 @pytest.mark.whole
-def test_the_page_by_keyboard(server: Served, visit: Visit) -> None:
+def test_the_page_can_be_used_by_keyboard(server: Served, visit: Visit) -> None:
     page = visit(server.url)
     expect(page.get_by_role("textbox", name="Message")).to_be_visible()
     reached = []

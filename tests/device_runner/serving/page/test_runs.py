@@ -142,7 +142,7 @@ def test_many_records_are_thinned_evenly(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.whole
-def test_a_hundred_megabytes_of_metrics(tmp_path: Path) -> None:
+def test_a_hundred_megabytes_of_metrics_are_read_in_chunks(tmp_path: Path) -> None:
     """A large file is read in chunks, and its records are thinned."""
     folder = write_run(tmp_path / "run")
     line = (
@@ -184,7 +184,7 @@ def test_an_endless_line_is_not_a_record(tmp_path: Path, monkeypatch: pytest.Mon
     "config",
     ["steps: .inf", "steps: -5", f"steps: {10**4000}", "steps: [1]", "&a [*a]", "learning_rate: .nan"],
 )
-def test_unusual_settings_break_nothing(tmp_path: Path, config: str) -> None:
+def test_unusable_settings_and_figures_of_a_run_are_left_out(tmp_path: Path, config: str) -> None:
     folder = write_run(tmp_path / "run")
     (folder / "config.yaml").write_text(config)
     summary = {"run": {"status": ["x"]}, "train": {"memory": {"peak_bytes": 1e300}, "best": {"loss": []}}}
@@ -219,7 +219,7 @@ with run_lock(Path(sys.argv[1])):
 
 @pytest.fixture
 def lock_holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that locks the run folder tmp_path/run."""
+    """Yield a process that locks the run folder tmp_path/run."""
     write_run(tmp_path / "run", status="running")
     pipe = subprocess.PIPE
     command = [sys.executable, "-c", LOCK_SCRIPT, str(tmp_path / "run")]
