@@ -29,10 +29,10 @@ ENOUGH_MEMORY = 512 * MIB
 ENOUGH_DISK = 1024 * MIB
 
 # What training needs; with the native engine it doesn't need torch's.
-NEEDED = ("python", "numpy", "safetensors", "tokenizers", "PyYAML", "tqdm", "torch", "executorch", "engine")
-NOT_FOR_NATIVE = ("torch", "engine")
+REQUIRED = ("python", "numpy", "safetensors", "tokenizers", "PyYAML", "tqdm", "torch", "executorch", "engine")
+NOT_NEEDED_BY_NATIVE = ("torch", "engine")
 # Packages that are installed if they can be imported, and what needs them.
-FURTHER = {
+OPTIONAL_PACKAGES = {
     "jinja2": "chats and reports",
     **dict.fromkeys(("torchao", "transformers", "peft"), "`prge tune` and `prge export`"),
     **dict.fromkeys(("starlette", "uvicorn"), "`prge serve`"),
@@ -59,13 +59,13 @@ class DoctorSettings:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the verb; returns 0 if `prge run` has all that it needs, otherwise 1."""
+    """Run the verb; return 0 if `prge run` has all that it needs, otherwise 1."""
     settings = parse_settings(DoctorSettings, argv, "prge doctor")
     checks: list[Check] = []
     for check in examine():
         checks.append(check)
         if not settings.json:
-            print(f"{len(checks):>2} {check.state:<8} {check.name:<13} {check.found}", flush=True)
+            print(f"{len(checks):>2} {check.state:<8} {check.name:<13} {check.detail}", flush=True)
             if check.remedy:
                 print(f"{'':<25}{check.remedy}", flush=True)
     lacking = run_lacks(checks)
@@ -97,7 +97,7 @@ def examine() -> Iterator[Check]:
         ("native", _check_native),
         ("memory", _check_memory),
         ("disk", _check_disk),
-        *[(name, _finder(name, purpose)) for name, purpose in FURTHER.items()],
+        *[(name, _finder(name, purpose)) for name, purpose in OPTIONAL_PACKAGES.items()],
     ]
     for name, check in checks:
         yield _run_check(name, check)
@@ -107,7 +107,7 @@ def run_lacks(checks: Sequence[Check]) -> list[str]:
     """Return what training needs and these checks report as missing."""
     missing = {check.name for check in checks if check.state == "missing"}
     native = any(check.name == "native" and check.state == "ok" for check in checks)
-    return [name for name in NEEDED if name in missing and not (native and name in NOT_FOR_NATIVE)]
+    return [name for name in REQUIRED if name in missing and not (native and name in NOT_NEEDED_BY_NATIVE)]
 
 
 def pip_command(names: Sequence[str]) -> str:
@@ -200,12 +200,12 @@ def _check_engine() -> tuple[Check, Check]:
 def _check_native() -> Check:
     """Check that the engine without torch is available; compiles it on first use."""
     from device_runner.engines.native.build import library
-    from prge.errors import EngineError
+    from prge.errors import EngineError, as_clause
 
     try:
         return Check("native", "ok", f"the engine without torch: {library()}")
     except EngineError as error:
-        return Check("native", "warn", error.what, error.remedy.replace("\n", " "))
+        return Check("native", "warn", as_clause(error.what), error.remedy.replace("\n", " "))
 
 
 def probe_engine() -> dict[str, Any] | str:

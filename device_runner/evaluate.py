@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(settings: EvaluateSettings) -> dict[str, Any]:
-    """Score the rows; returns `examples`, `loss` and the metric by its name.
+    """Score the rows; return `examples`, `loss` and the metric by its name.
 
     Raises:
         PrgeError: bad input.
@@ -65,9 +65,9 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
     generate = task.generate if task is not None else None
     if generate and settings.overflow == "split":
         raise ConfigError(
-            "these settings can't be used:",
+            "These settings can't be used:",
             ["--overflow is split, but a prompt and its answer must stay in one row"],
-            remedy="set --overflow to truncate or error",
+            remedy="Set --overflow to truncate or error.",
             code="settings-unusable",
         )
     bundle = open_bundle(settings.bundle)
@@ -120,8 +120,8 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
     )
     if not math.isfinite(record["loss"]):
         raise EngineError(
-            f"the loss of these rows is {record['loss']}",
-            remedy="the adapter or the bundle is damaged: try the bundle's own adapter, or export it again",
+            f"The loss of these rows is {record['loss']}.",
+            remedy="The adapter or the bundle is damaged: try the bundle's own adapter, or export it again.",
             code="loss-not-finite",
         )
     del record["value"]
@@ -164,9 +164,9 @@ def _head(bundle: Bundle, trained: Path, task: Task | None, classes: int) -> Hea
     head = load_head(bundle, trained, task, classes)
     if head is None:
         raise ConfigError(
-            "an encoder needs a classification head",
+            "An encoder needs a classification head:",
             [describe_unused_head(bundle) or f"{trained} has no {HEAD}"],
-            remedy="set --adapter to the folder of a run",
+            remedy="Set --adapter to the folder of a run.",
             code="head-missing",
         )
     return head

@@ -30,13 +30,13 @@ from prge.data.readers.files import Row, row_location, select_rows
 from prge.data.sources import describe_paths, read_source
 from prge.data.tokenization.inputs import read_input_text
 from prge.data.tokenization.tokenizer import load_bundle_tokenizer
-from prge.errors import DataError, shown
+from prge.errors import DataError, format_value
 from prge.formats.documents import DocumentError, read_json
 from prge.generation.loop import Completion, Generator, Request, Ticket
 from prge.generation.prompts import Prompt, Prompts
 from prge.system.terminal import write_text
 
-MOST_AT_ONCE = 8
+MAX_AT_ONCE = 8
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def generate(settings: GenerateSettings) -> None:
         print_note(f"{event}: {', '.join(f'{name} {count} times' for name, count in written.items())}")
     adapters = read_adapters(settings, bundle)
     count = len(prompts) * len(adapters)
-    generator = open_generator(bundle, tokenizer, settings, min(count, MOST_AT_ONCE))
+    generator = open_generator(bundle, tokenizer, settings, min(count, MAX_AT_ONCE))
     settings_of_generation = settings.generation()
     names, requests = [], []
     for each in prompts:
@@ -115,9 +115,9 @@ def _read_messages(path: Path) -> tuple[list[Mapping[str, Any]], Mapping[str, An
     except (OSError, DocumentError, RowError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise DataError(
-            f"{path} can't be answered",
+            f"{path} can't be answered:",
             [reason],
-            remedy='write JSON: [{"role": "user", "content": "..."}], or {"messages": ..., "tools": ...}',
+            remedy='Write JSON: [{"role": "user", "content": "..."}], or {"messages": ..., "tools": ...}',
             code="messages-unusable",
         ) from None
 
@@ -173,7 +173,7 @@ def _read_row_prompts(
         except DataError as error:
             problems.append(f"row {row.number}: {'; '.join(error.problems)}")
     if problems:
-        raise DataError(f"{source.name} has rows that can't be answered", problems, code="rows-unanswerable")
+        raise DataError(f"{source.name} has rows that can't be answered:", problems, code="rows-unanswerable")
     for columns_read, count in column_counts.items():
         print_note(f"{source.name}: {count} rows {columns_read}")
     return numbered
@@ -183,7 +183,7 @@ def _text_of(row: Row) -> str:
     for column in ("prompt", "text"):
         if column in row.fields:
             if not isinstance(row.fields[column], str):
-                problem = f"column {column!r} is {shown(row.fields[column])}, must be a text"
+                problem = f"column {column!r} is {format_value(row.fields[column])}, must be a text"
                 raise RowError(problem, code="column-not-text")
             return str(row.fields[column])
     raise AssertionError("a form without a prompt")
@@ -231,9 +231,9 @@ def _written(
             problems += [f"row {row}: {problem}" for problem in error.problems]
     if problems:
         raise DataError(
-            f"{source} can't be answered",
+            f"{source} can't be answered:",
             dict.fromkeys(problems),
-            remedy="shorten them, set a larger --context, or use --overflow truncate",
+            remedy="Shorten them, set a larger --context, or use --overflow truncate.",
             code="rows-unanswerable",
         )
     written = 0

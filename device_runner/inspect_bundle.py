@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
         more = f" (and {len(damaged) - 1} more files)" if len(damaged) > 1 else ""
         raise BundleError(
             next(iter(damaged.values())) + more,
-            remedy="copy or export the bundle again",
+            remedy="Copy or export the bundle again.",
             code="bundle-damaged",
         )
     return 0
@@ -77,8 +77,8 @@ def inspect(folder: Path) -> dict[str, Any]:
     manifest = read_manifest(folder)
     if not isinstance(manifest.get("files"), dict):
         raise BundleError(
-            f"{folder / MANIFEST} lists no files",
-            remedy="export the bundle again",
+            f"{folder / MANIFEST} lists no files.",
+            remedy="Export the bundle again.",
             code="manifest-without-files",
         )
     facts = _chain_facts(folder, manifest)

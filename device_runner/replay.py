@@ -44,8 +44,8 @@ def main(argv: Sequence[str]) -> int:
     path = settings.run / JOURNAL
     if not path.is_file():
         raise RunError(
-            f"{settings.run} is not a run: it has no {JOURNAL}",
-            remedy="use the folder of a run",
+            f"{settings.run} is not a run: it has no {JOURNAL}.",
+            remedy="Use the folder of a run.",
             code="not-a-run",
         )
     with Journal(path, writable=False) as journal:

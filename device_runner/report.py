@@ -43,7 +43,7 @@ class ReportSettings:
         if self.out.suffix not in (".html", ".htm", ".svg"):
             problems.append(f"--out is {self.out}, must end in .html or .svg")
         if problems:
-            raise ConfigError("these settings can't be used:", problems, code="settings-unusable")
+            raise ConfigError("These settings can't be used:", problems, code="settings-unusable")
 
     @property
     def sends(self) -> bool:
@@ -85,8 +85,8 @@ def report(settings: ReportSettings) -> None:
         content = standalone_svg(drawing)
     else:
         raise RunError(
-            f"{', '.join(map(str, settings.runs))}: nothing measured yet",
-            remedy="wait for the first step",
+            f"{', '.join(map(str, settings.runs))}: nothing measured yet.",
+            remedy="Wait for the first step.",
             code="nothing-measured",
         )
     write_output(settings.out, content.encode(errors="backslashreplace"))

@@ -75,7 +75,7 @@ def forget(argv: Sequence[str]) -> int:
     path = _existing(settings.file)
     if settings.match == "":
         raise DataError(
-            "no row was removed", ["--match is empty: it would match every row"], code="settings-unusable"
+            "No row was removed:", ["--match is empty: it would match every row"], code="settings-unusable"
         )
     matches = _matching(settings.match) if settings.match else lambda number, *_: number in settings.row
     removed = remove_rows(path, matches)
@@ -89,9 +89,9 @@ def forget(argv: Sequence[str]) -> int:
 def _existing(path: Path) -> Path:
     if not path.is_file():
         raise DataError(
-            f"{path} can't be read as rows",
+            f"{path} can't be read as rows:",
             ["there is no such file"],
-            remedy="check the path",
+            remedy="Check the path.",
             code="file-missing",
         )
     return path

@@ -35,7 +35,7 @@ from device_runner.session.samples import Answerer, CandidateAnswerer, Samples, 
 from device_runner.session.sensors import Sensors
 from device_runner.session.settings import RunSettings, date_of_run
 from prge.cli.settings import parse_settings, settings_to_yaml
-from prge.errors import ConfigError, RunError, shown
+from prge.errors import ConfigError, RunError, format_value
 from prge.formats.bundle import open_bundle
 from prge.formats.journal import Journal, Record
 from prge.formats.run_folder import (
@@ -54,7 +54,7 @@ from prge.system.terminal import best_effort
 from prge.training.checkpoint import TrainingState
 from prge.training.costs import Budget
 from prge.training.estimators.table import ESTIMATORS
-from prge.training.evaluation import displacement
+from prge.training.evaluation import displacement_warning
 from prge.training.monitor import RunMonitor, describe_changes, graceful_stop
 from prge.training.sampler import Sampler
 from prge.training.session import Session, SessionData, open_session
@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(settings: RunSettings) -> Path:
-    """Train, and write everything into `settings.out`; returns its `final/` folder.
+    """Train, and write everything into `settings.out`; return its `final/` folder.
 
     Raises:
         PrgeError: bad input, before anything is changed; or a run that can't continue, with its state saved.
@@ -89,19 +89,19 @@ def run(settings: RunSettings) -> Path:
         before = PeakMemory().peak
         with Journal(settings.out / JOURNAL) as journal:
             run = _open(plan, inputs, journal, budget)
-            watcher = RunMonitor(run.settings, journal.steps, run.forward_passes, run.describe)
-            watcher.catch_up(journal)
-            with watcher, graceful_stop(watcher):
-                watcher.note(inputs.report)
+            monitor = RunMonitor(run.settings, journal.steps, run.forward_passes, run.describe)
+            monitor.catch_up(journal)
+            with monitor, graceful_stop(monitor):
+                monitor.note(inputs.report)
                 if settings.epochs is not None:
-                    watcher.note(f"{settings.epochs:g} epochs: {plan.settings.steps} steps")
+                    monitor.note(f"{settings.epochs:g} epochs: {plan.settings.steps} steps")
                 if run.opened.notes:
-                    watcher.note(run.opened.notes)
-                session = open_session(plan.recipe, run.opened.engine, _data(run, watcher), run.store)
-                samples = _train(run, session, watcher)
-                final = _finish(run, session.state, samples, watcher)
+                    monitor.note(run.opened.notes)
+                session = open_session(plan.recipe, run.opened.engine, _data(run, monitor), run.store)
+                samples = _train(run, session, monitor)
+                final = _finish(run, session.state, samples, monitor)
                 if budget is not None and (message := describe_memory_use(budget.limit, before)):
-                    watcher.note(message)
+                    monitor.note(message)
                 return final
 
 
@@ -188,7 +188,7 @@ def _open(plan: RunPlan, inputs: RunInputs, journal: Journal, budget: Budget | N
     return _OpenRun(plan, inputs, opened, store, Sensors().record(), budget)
 
 
-def _data(run: _OpenRun, watcher: RunMonitor) -> SessionData:
+def _data(run: _OpenRun, monitor: RunMonitor) -> SessionData:
     """Return the training data, with reference scores of preferences and heads of encoders."""
     inputs, engine = run.inputs, run.opened.engine
     train, dev = inputs.train, inputs.dev
@@ -198,13 +198,13 @@ def _data(run: _OpenRun, watcher: RunMonitor) -> SessionData:
             run.settings.out, inputs.bundle.sha256, engine, inputs.adapter, [*train[:count], *dev]
         )
         if message:
-            watcher.note(message)
+            monitor.note(message)
         train, dev = examples[:count] or train, examples[count:]
     begin = time.perf_counter()
     heads, message = prepare_heads(run.settings, inputs, engine, run.store.journal)
     if message:
-        seconds = watcher.summary_facts["head_seconds"] = time.perf_counter() - begin
-        watcher.note(f"heads: {message}, {seconds:.1f} s")
+        seconds = monitor.summary_facts["head_seconds"] = time.perf_counter() - begin
+        monitor.note(f"heads: {message}, {seconds:.1f} s")
     return SessionData(
         train=train,
         dev=dev,
@@ -215,7 +215,7 @@ def _data(run: _OpenRun, watcher: RunMonitor) -> SessionData:
     )
 
 
-def _train(run: _OpenRun, session: Session, watcher: RunMonitor) -> Samples | None:
+def _train(run: _OpenRun, session: Session, monitor: RunMonitor) -> Samples | None:
     """Train, and answer sample prompts in between.
 
     Raises:
@@ -224,38 +224,38 @@ def _train(run: _OpenRun, session: Session, watcher: RunMonitor) -> Samples | No
     """
     settings, state, shape = run.settings, session.state, run.plan.shape
     if steps := run.store.journal.steps:
-        watcher.note(f"going on after step {steps} of {settings.steps}")
+        monitor.note(f"resuming after step {steps} of {settings.steps}")
     pauses = Pauses(settings.constraints())
     _check_batch(run)
     if settings.resume is None:
-        _note_noise(run, session, watcher)
+        _note_noise(run, session, monitor)
     answerer = _answerer(run.inputs, run.opened)
-    samples = Samples(answerer, state, settings.sample_every, watcher) if answerer else None
-    watcher.note(_plan(run))
+    samples = Samples(answerer, state, settings.sample_every, monitor) if answerer else None
+    monitor.note(_plan(run))
     if run.opened.store.residual_bytes is not None:
-        watcher.note(run.opened.store.describe_residuals(shape.states, shape.rows * shape.targets))
-    session.train(samples or watcher, lambda: pauses.wait(watcher))
-    if watcher.stopped and state.step < settings.steps:
-        watcher.note(f"stopped after step {state.step}; go on with: prge run --resume {settings.out}")
+        monitor.note(run.opened.store.describe_residuals(shape.states, shape.rows * shape.targets))
+    session.train(samples or monitor, lambda: pauses.wait(monitor))
+    if monitor.stopped and state.step < settings.steps:
+        monitor.note(f"stopped after step {state.step}; resume with: prge run --resume {settings.out}")
         raise KeyboardInterrupt
     return samples
 
 
-def _finish(run: _OpenRun, state: TrainingState, samples: Samples | None, watcher: RunMonitor) -> Path:
-    """Write and report the result, and suggest next steps; returns the `final/` folder."""
+def _finish(run: _OpenRun, state: TrainingState, samples: Samples | None, monitor: RunMonitor) -> Path:
+    """Write and report the result, and suggest next steps; return the `final/` folder."""
     final, journal, trunk = run.store.write_result(state), run.store.journal, run.opened.store.trunk
     if samples is not None:
         samples.take()
     best = journal.evaluation(state.step) or {}
     with journal.reading(best):
-        watcher.say_final(state.step, best)
-    for record in (best, watcher.newest):
-        if warning := displacement(record):
-            watcher.note(f"note: at step {record['step']} {warning}")
+        monitor.report_final(state.step, best)
+    for record in (best, monitor.newest):
+        if warning := displacement_warning(record):
+            monitor.note(f"note: at step {record['step']} {warning}")
             break
-    watcher.note(_closing(run.settings, run.inputs, samples))
+    monitor.note(_closing(run.settings, run.inputs, samples))
     if trunk is not None:
-        watcher.note(f"trunk: {trunk.computed} rows computed, {trunk.reused} from the cache")
+        monitor.note(f"trunk: {trunk.computed} rows computed, {trunk.reused} from the cache")
     return final
 
 
@@ -269,10 +269,10 @@ def _check_batch(run: _OpenRun) -> None:
     examples = len(first.get("rows", ())) if first is not None else 0
     if examples not in (0, run.sampler.batch_size):
         raise ConfigError(
-            "the run can't be resumed:",
+            "The run can't be resumed:",
             [f"its steps had {examples} examples, its settings now request {run.sampler.batch_size}"],
-            remedy="resume it with the version that run.json names, whose --batch-size counted the "
-            "sequences of a call, or start a new run",
+            remedy="Resume it with the version that run.json names, whose --batch-size counted the "
+            "sequences of a call, or start a new run.",
             code="batch-of-other-version",
         )
 
@@ -305,10 +305,10 @@ def _closing(settings: RunSettings, inputs: RunInputs, samples: Samples | None) 
         answers = samples.summary()
         for before, after in zip(answers["before"], answers["after"], strict=False):
             lines += [
-                f"prompt  {shown(after['prompt'])}",
-                f"  before  {shown(before['text'])}",
-                f"  after   {shown(after['text'])}",
-                *([f"  right   {shown(after['right'])}"] if "right" in after else []),
+                f"prompt  {format_value(after['prompt'])}",
+                f"  before  {format_value(before['text'])}",
+                f"  after   {format_value(after['text'])}",
+                *([f"  right   {format_value(after['right'])}"] if "right" in after else []),
             ]
         texts = [[each["text"] for each in answers[time]] for time in ("before", "after")]
         lines += filter(None, [describe_changes(*texts)])
@@ -318,7 +318,7 @@ def _closing(settings: RunSettings, inputs: RunInputs, samples: Samples | None) 
     return "\n".join([*lines, "next:", *(f"  {step.command}" for step in steps)])
 
 
-def _note_noise(run: _OpenRun, session: Session, watcher: RunMonitor) -> None:
+def _note_noise(run: _OpenRun, session: Session, monitor: RunMonitor) -> None:
     """Report how noisy finite differences are with quantized activations; a failure doesn't stop the run."""
     if run.plan.role != FORWARD or run.inputs.bundle.quantization is None:
         return
@@ -326,17 +326,17 @@ def _note_noise(run: _OpenRun, session: Session, watcher: RunMonitor) -> None:
         state, sampler = session.state, session.sampler
         classifier, objective = state.training_classifier, run.inputs.objective
         engine = run.opened.engine
-        watcher.note(noise_note(run.settings, engine, state.adapter, sampler, classifier, objective))
+        monitor.note(noise_note(run.settings, engine, state.adapter, sampler, classifier, objective))
     except Exception as error:
-        watcher.note(f"the noise of differences was not measured: {error}")
+        monitor.note(f"the noise of differences was not measured: {error}")
 
 
 def _check_folder(settings: RunSettings) -> None:
     has_run = (settings.out / JOURNAL).is_file() and (settings.out / JOURNAL).stat().st_size > 0
     if has_run and settings.resume is None:
         raise RunError(
-            f"{settings.out} holds a run already",
-            remedy=f"resume it with: prge run --resume {settings.out}; or set --out to another folder",
+            f"{settings.out} holds a run already.",
+            remedy=f"Resume it with: prge run --resume {settings.out}; or set --out to another folder.",
             code="run-exists",
         )
     if settings.resume is None and not os.path.lexists(settings.out / JOURNAL):

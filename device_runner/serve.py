@@ -115,11 +115,11 @@ def serve(settings: ServeSettings) -> None:
         app = make_app(models, worker, access, feedback, learning, runs, about, pauses)
         address = f"http://{format_address(listener)}"
         lines = [f"models: {', '.join(models.names)}"]
-        lines.append(f"listening at {address}/v1; Ctrl-C ends it")
-        lines.append(f"talk to them at {address}/")
+        lines.append(f"listening at {address}/v1; press Ctrl-C to stop")
+        lines.append(f"chat in the browser: {address}/")
         if is_reached_by_others:
-            who = "who has a key" if keys else "anyone"
-            lines.append(f"{who} may ask, without encryption, from any machine")
+            who = "everyone with a key" if keys else "anyone"
+            lines.append(f"{who} may send requests from any machine, without encryption")
 
         def ending() -> None:
             feedback.close()
@@ -145,7 +145,7 @@ def _open_learning(
     if settings.adapter:
         source = adapter_source(settings.adapter[0])
     tokenizer = _tokenizer(settings, bundle)
-    plan, has_kept = plan_rounds(settings, settings, source, bundle, tokenizer)
+    plan, has_retained = plan_rounds(settings, settings, source, bundle, tokenizer)
     context, budget = generation_budget(
         bundle,
         settings.memory,
@@ -159,12 +159,12 @@ def _open_learning(
     learning = OnlineLearner(
         settings,
         plan,
-        has_kept,
+        has_retained,
         bundle,
         adapters[name],
         tokenizer,
         serve=partial(models.replace, name),
-        tell=print_note,
+        log=print_note,
         begin=partial(RoundProcess, lock=lock),
         storage=storage,
         loaded=loaded,

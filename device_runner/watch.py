@@ -35,7 +35,7 @@ class WatchSettings(ListenFlags):
 
     def __post_init__(self) -> None:
         if problems := bound_problems(self):
-            raise ConfigError("these settings can't be used:", problems, code="settings-unusable")
+            raise ConfigError("These settings can't be used:", problems, code="settings-unusable")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -64,7 +64,7 @@ def watch(settings: WatchSettings) -> None:
 
         def on_start() -> None:
             with best_effort(sys.stdout):
-                print(f"look at {settings.runs} at {url}; Ctrl-C ends the page, not a run", flush=True)
+                print(f"watch {settings.runs} at {url}; Ctrl-C closes the page and stops no run", flush=True)
             if settings.open and _has_screen():
                 webbrowser.open(url)
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from prge.cli.field_types import to_python_value
 from prge.cli.settings import parse_path, settings_from_mapping
-from prge.errors import DataError, shown
+from prge.errors import DataError, format_value
 from prge.formats.bundle import Bundle
 from prge.formats.bundle import open_bundle as _open_bundle
 from prge.formats.run_folder import FINAL, SUMMARY
@@ -116,14 +116,14 @@ class Model:
         if isinstance(prompt, str):
             return self._prompts.encode_text(prompt)
         if not isinstance(prompt, list | tuple):
-            problem = f"it is {shown(prompt)}, must be a text, messages or token ids"
-            raise DataError("the prompt can't be used", [problem], code="prompt-unusable")
+            problem = f"it is {format_value(prompt)}, must be a text, messages or token ids"
+            raise DataError("The prompt can't be used:", [problem], code="prompt-unusable")
         if not prompt or not isinstance(prompt[0], dict):
             return Prompt(tuple(prompt))
         try:
             messages = check_messages(to_json_value(prompt, "the prompt"), answered=False)
         except ValueError as error:
-            raise DataError("the prompt can't be used", [str(error)], code="messages-malformed") from None
+            raise DataError("The prompt can't be used:", [str(error)], code="messages-malformed") from None
         return self._prompts.encode_messages(messages)
 
 

@@ -21,7 +21,7 @@ Float64Array = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
 # Most hidden states that an engine holds between two blocks, with every copy of the adapter and direction.
-STATES_AT_ONCE = 8192
+MAX_HIDDEN_STATES = 8192
 
 EngineName = Literal["auto", "native", "torch"]
 

@@ -1,4 +1,4 @@
-"""Errors that a user can act on: each says what happened, the value seen, and what to do."""
+"""Errors that a user can act on: messages contain the fact, the value seen, and a remedy."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ INTERRUPTED = 130
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
-def shown(value: object) -> str:
-    """Returns the shortened repr of a value, for use in a message."""
+def format_value(value: object) -> str:
+    """Return the shortened repr of a value, for use in a message."""
     try:
         return shortened(_REPR.repr(value), LONGEST_VALUE)
     except ValueError:  # Python doesn't convert integers of thousands of digits
@@ -26,7 +26,7 @@ def shown(value: object) -> str:
 
 
 def shortened(text: str, longest: int) -> str:
-    """Returns the text, without its middle if it has more than `longest` characters."""
+    """Return the text, without its middle if it has more than `longest` characters."""
     if len(text) <= longest:
         return text
     remaining = longest - 3
@@ -34,18 +34,29 @@ def shortened(text: str, longest: int) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of an exception's message, or the name of its class if it has none."""
+    """Return the first line of an exception's message, or the name of its class if it has none."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
 
+def as_clause(sentence: str) -> str:
+    """Return the first line of an error's sentence for the middle of another: without capital and period.
+
+    A first word with more capitals, such as UTF-8, keeps them.
+    """
+    line = sentence.partition("\n")[0]
+    if line[:1].isupper() and (len(line) == 1 or line[1].islower() or line[1].isspace()):
+        line = line[0].lower() + line[1:]
+    return line.rstrip(".:")
+
+
 def printable(text: str) -> str:
-    """Returns an untrusted text for a terminal, with long lines shortened and control characters escaped."""
-    return visible("\n".join(shortened(line, LONGEST_LINE) for line in text.split("\n")))
+    """Return an untrusted text for a terminal, with long lines shortened and control characters escaped."""
+    return escape_control("\n".join(shortened(line, LONGEST_LINE) for line in text.split("\n")))
 
 
-def visible(text: str) -> str:
-    """Returns an untrusted text for a terminal or a log, with control characters escaped."""
+def escape_control(text: str) -> str:
+    """Return an untrusted text for a terminal or a log, with control characters escaped."""
     return _UNPRINTABLE.sub(lambda character: ascii(character[0])[1:-1], text)
 
 
@@ -125,7 +136,7 @@ def refused_as(
     """Convert exceptions of a library inside the block into a Refusal, which quotes their first line.
 
     The block should contain calls of that library only: all other exceptions are defects and aren't
-        converted.
+    converted.
 
     Args:
         code: code of the refusal.

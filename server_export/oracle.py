@@ -371,7 +371,7 @@ def _add(
     inputs: tuple[torch.Tensor, ...],
     output: torch.Tensor,
 ) -> torch.Tensor:
-    """Forward hook that adds the adapter's output to a layer's; each row may have its own adapter."""
+    """Add the adapter's output to a layer's, as a forward hook; each row may have its own adapter."""
     x = inputs[0]
     if lora_b.dim() == 2:
         return output + F.linear(x, lora_a) @ lora_b

@@ -29,9 +29,9 @@ from server_export.checkpoint.files import ModelFiles
 from server_export.checkpoint.loading import LoadedModel, vocabulary_size
 from server_export.checkpoint.weights import CheckpointWeights
 from server_export.ir.block import Block
+from server_export.ir.decomposition import decompose
 from server_export.ir.markers import BATCH, COPIES
 from server_export.ir.modules import allocate_meta_tensors, remove_unused_attributes
-from server_export.ir.plain import decompose
 from server_export.ir.rewriting import rewrite
 from server_export.model.chain import BlockType, ModelChain, no_codes
 from server_export.quantize.frozen import freeze
@@ -40,7 +40,7 @@ from server_export.trace.cutting import ModelBlock, block_types, cut
 from server_export.trace.model_graph import WHOLE_PREFIX, ModelGraph, TracedModel
 from server_export.trace.passes import ALL, Changes, Pass, run_passes
 from server_export.trace.patterns import Stage
-from server_export.trace.positional import fold_positions, remove_redundant_casts
+from server_export.trace.position_folding import fold_positions, remove_redundant_casts
 from server_export.trace.positions import first_position
 from server_export.trace.readout import shorten_head
 from server_export.trace.rotation import write_rotations_as_linear

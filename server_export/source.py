@@ -16,7 +16,7 @@ from server_export.pipeline import build_chain, linearize_conv1d
 from server_export.quiet_libraries import quiet_libraries
 from server_export.settings import ExportConfig
 from server_export.trace.passes import Changes
-from server_export.trace.patterns import unread_modules
+from server_export.trace.patterns import unadapted_modules
 from server_export.trace.positions import resolve_sequence_length
 from server_export.trace.readout import readout_of
 
@@ -118,5 +118,5 @@ def open_source(config: ExportConfig) -> ExportSource:
     readout = readout_of(config, loaded)
     longest = resolve_sequence_length(loaded, config.sequence_length)
     transposed = linearize_conv1d(loaded.model)
-    start = start_adapter(config, loaded, bool(transposed), unread_modules(loaded.model))
+    start = start_adapter(config, loaded, bool(transposed), unadapted_modules(loaded.model))
     return ExportSource(files, readout, longest, transposed, start, model_sizes_of(start, longest))

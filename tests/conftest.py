@@ -108,7 +108,7 @@ def chunked_bundle(workshop: Path, made_once: FolderBuilder) -> Path:
 
     def make(folder: Path) -> object:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(chain, "MOST_WHOLE_TOKENS", 5)
+            patch.setattr(chain, "MAX_WHOLE_TOKENS", 5)
             patch.setattr(chain, "_CHUNK", 5)
             return export(workshop / "model", folder / "chunked")
 

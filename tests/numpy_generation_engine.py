@@ -35,7 +35,7 @@ class NumpyGenerationEngine:
         self.vocabulary_size = vocabulary_size
         self.context = context
         self.slots = slots
-        self.most_checked = 8
+        self.max_checked = 8
         self.calls: list[list[int]] = []
         self.failing: set[int] = set()
         self._recurrent = random.normal(0, 1.5 / np.sqrt(WIDTH), (WIDTH, WIDTH))
@@ -70,7 +70,7 @@ class NumpyGenerationEngine:
 
     def check(self, sequence: int, tokens: Sequence[int]) -> FloatArray:
         """See prge.generation.generator.GenerationEngine.check."""
-        assert 2 <= len(tokens) <= self.most_checked
+        assert 2 <= len(tokens) <= self.max_checked
         self.calls.append(list(tokens))
         return np.stack([self._fed(sequence, [token]) for token in tokens])
 

@@ -66,13 +66,13 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_unknown_verb_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["exprot"]) == 2
     assert capsys.readouterr().err.splitlines() == [
-        "prge: error: there is no verb 'exprot' of prge",
-        "  did you mean `prge export`?",
+        "prge: error: There is no verb 'exprot' of prge.",
+        "  Did you mean `prge export`?",
     ]
     assert main(["zzz"]) == 2
     assert "`prge --help` lists the verbs" in capsys.readouterr().err
     assert main(["train"]) == 2
-    assert "did you mean `prge tune`?" in capsys.readouterr().err
+    assert "Did you mean `prge tune`?" in capsys.readouterr().err
 
 
 def test_help_of_a_verb_imports_nothing_heavy() -> None:
@@ -97,7 +97,7 @@ def test_unknown_flag_of_a_verb_is_an_error_with_code_2(verb: str, fails: Callab
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ("nonsense", "there is no verb 'nonsense' of prge"),
+        ("nonsense", "There is no verb 'nonsense' of prge"),
         ("inspect", "--bundle is missing"),
         ("inspect nowhere", "nowhere is not a bundle"),
         ("inspect damaged", "has 0 bytes, the manifest says 512"),
@@ -169,8 +169,8 @@ def _raising(error: BaseException) -> Callable[[list[str]], int]:
         (
             MemoryError("7 TiB"),
             2,
-            "prge inspect: error: there is not enough memory: 7 TiB\n"
-            "  close other programs, give more memory, or use a smaller model or fewer rows\n",
+            "prge inspect: error: There is not enough memory: 7 TiB\n"
+            "  Close other programs, give more memory, or use a smaller model or fewer rows.\n",
         ),
         (SystemExit(0), 0, ""),
         (SystemExit(None), 0, ""),
@@ -179,8 +179,8 @@ def _raising(error: BaseException) -> Callable[[list[str]], int]:
         (
             ModuleNotFoundError("No module named 'torch'", name="torch.nn"),
             2,
-            "prge inspect: error: the package torch is not installed\n"
-            f"  {install_extra_command('')}\n  `prge doctor` shows what is missing\n",
+            "prge inspect: error: The package torch is not installed.\n"
+            f"  {install_extra_command('')}\n  `prge doctor` shows what is missing.\n",
         ),
     ],
     ids=lambda value: type(value).__name__,
@@ -220,7 +220,7 @@ def test_the_report_of_a_defect_has_no_values_of_flags() -> None:
     *lines, last = child.stderr.splitlines()
     assert lines[0].startswith("Traceback") and lines[-1] == "KeyError: 'a defect'"
     assert last == (
-        f"prge inspect: this is a defect of prge {__version__}: please report it with the traceback above "
+        f"prge inspect: This is a defect of prge {__version__}: please report it with the traceback above "
         "and the command `prge inspect --bundle --json`"
     )
 

@@ -25,7 +25,7 @@ from prge.cli.main import main
 from prge.data.example_building import load_examples
 from prge.data.feedback_examples import FeedbackExamples, UnlearnableError
 from prge.data.options import BuildOptions
-from prge.errors import DataError, PrgeError, shown
+from prge.errors import DataError, PrgeError, format_value
 from prge.generation.loop import GenerationSettings
 from prge.generation.prompts import Prompts
 from tests.device_runner.numpy_model import TEMPLATE, NumpyModel
@@ -190,7 +190,7 @@ def test_values_without_a_json_type_in_messages_are_refused(numpy_model: NumpyMo
         ]
         path = tmp_path / "a.parquet"
         parquet.write_table(pyarrow.table({"messages": [messages]}), path)
-        with raises(DataError, "not-json", containing=shown(extra)):
+        with raises(DataError, "not-json", containing=format_value(extra)):
             load_examples(path, numpy_model.tokenizer, numpy_model.bundle.chain.model)
 
 

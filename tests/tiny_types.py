@@ -47,7 +47,7 @@ _LARGEST = (
     (r".*embedding_size", WIDTH // 2),
 )
 _LAYER_COUNTS = _LARGEST[1][0]
-_MOST_LAYERS = 6
+_MAX_LAYERS = 6
 # Replacements for numbers of configurations that depend on each other. "sizes": also replace values that are
 # None; "times": how often the chosen layers repeat.
 _VARIANTS: tuple[dict[str, Any], ...] = (
@@ -313,7 +313,7 @@ def _chosen_layers(given: Mapping[str, Any]) -> list[int]:
     ]
     layer_types = list(zip(*(map(str, each) for each in lists), strict=True))
     first = sorted({layer_type: index for index, layer_type in reversed([*enumerate(layer_types)])}.values())[
-        :_MOST_LAYERS
+        :_MAX_LAYERS
     ]
     more = [index for index in range(max(LAYERS, *patterns)) if index not in first]
     chosen = sorted([*first, *more[: max(0, LAYERS - len(first), max(patterns) - len(first))]])

@@ -66,7 +66,7 @@ class Adb:
             connecting = self._connect()
             state = self._states().get(self.serial)
         if state != "device":
-            raise _not_ready(self.serial, state, states, connecting)
+            raise _not_ready_error(self.serial, state, states, connecting)
 
     def shell(self, script: str, seconds: float | None = None, stdin: str = "") -> AdbOutput:
         """Run a shell script on the device and return its output and exit code.
@@ -90,7 +90,7 @@ class Adb:
         output, mark, code = process.stdout.decode(errors="replace").rpartition(f"\n{_MARK}")
         errors = process.stderr.decode(errors="replace")
         if not mark or not code.strip().isdigit():
-            raise self._lost(errors)
+            raise self._lost_device_error(errors)
         return AdbOutput(int(code), output, errors)
 
     def check(self, script: str, doing: str, seconds: float | None = None, stdin: str = "") -> str:
@@ -105,7 +105,7 @@ class Adb:
         """
         result = self.shell(script, seconds, stdin)
         if result.code:
-            raise failed(doing, result.last_line)
+            raise command_error(doing, result.last_line)
         return result.output
 
     def attach(self, script: str, reads: bool) -> int:
@@ -123,7 +123,7 @@ class Adb:
         try:
             return subprocess.run(command, stdin=stdin, check=False).returncode
         except OSError as error:
-            raise self._not_started(error) from None
+            raise self._not_started_error(error) from None
 
     def push(self, local: Path, remote: str) -> None:
         """Copy a file to the device, or the content of a folder into an existing folder.
@@ -177,7 +177,7 @@ class Adb:
         process = self._call(["reverse", f"tcp:{port}", f"tcp:{port}"], self.quick_seconds)
         if process.returncode:
             reason = process.stderr.decode(errors="replace").strip() or f"exit code {process.returncode}"
-            raise failed(f"reversing port {port}", reason)
+            raise command_error(f"reversing port {port}", reason)
 
     def _copy(self, arguments: Sequence[str], doing: str) -> None:
         """Run a command of adb that copies files; raises DeviceError."""
@@ -186,7 +186,7 @@ class Adb:
             text = (process.stderr + b"\n" + process.stdout).decode(errors="replace")
             lines = [line.strip() for line in text.splitlines() if "error" in line.lower()]
             reason = (lines or text.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
-            raise failed(doing, reason)
+            raise command_error(doing, reason)
 
     def _states(self) -> dict[str, str]:
         """Return the states of all devices by their serials."""
@@ -222,15 +222,15 @@ class Adb:
                 code="adb-too-slow",
             ) from None
         except OSError as error:
-            raise self._not_started(error) from None
+            raise self._not_started_error(error) from None
 
-    def _not_started(self, error: OSError) -> DeviceError:
+    def _not_started_error(self, error: OSError) -> DeviceError:
         """Return the error of an adb that the system can't start."""
         return DeviceError(
             f"Cannot start {self.executable}: {error.strerror or error}", code="program-not-started"
         )
 
-    def _lost(self, errors: str) -> DeviceError:
+    def _lost_device_error(self, errors: str) -> DeviceError:
         """Return the error of a device whose connection ended during a script."""
         lines = errors.strip().splitlines()
         reason = lines[-1] if lines else "it closed the connection"
@@ -263,7 +263,7 @@ def quote(words: Sequence[object]) -> str:
     return shlex.join(map(str, words))
 
 
-def failed(doing: str, reason: str) -> DeviceError:
+def command_error(doing: str, reason: str) -> DeviceError:
     """Return the error of a command that failed on the device.
 
     Args:
@@ -301,13 +301,13 @@ def _only(states: dict[str, str]) -> str:
     )
 
 
-def _not_ready(serial: str, state: str | None, states: dict[str, str], connecting: str) -> DeviceError:
+def _not_ready_error(serial: str, state: str | None, states: dict[str, str], connecting: str) -> DeviceError:
     """Return the error of a device that can't be used; `connecting` is the message of `adb connect`."""
     if state is None:
         listed = ", ".join(sorted(set(states) - {serial})) or "none"
         why = f"; adb connect: {connecting}" if connecting else ""
         return DeviceError(
-            f"There is no device {serial}. Connected devices: {listed}{why}",
+            f"There is no device {serial}. Connected devices: {listed}{why}.",
             remedy=_NOT_THERE,
             code="device-missing",
         )

@@ -93,7 +93,7 @@ def bench(phone: Phone, settings: BenchSettings) -> int:
     Raises:
         PrgeError: the phone lacks something, the file is of another phone, or this machine's storage is full.
     """
-    phone.need_this_driver()
+    phone.require_this_driver()
     record = _Record.of(settings.json, {**_facts(phone), "tiny": settings.tiny})
     chosen = settings.chosen()
     keys = {name: settings.key(model) for name, model in chosen.items()}
@@ -155,7 +155,7 @@ class _Record:
         return _Record(path, record)
 
     def has(self, name: str, key: str) -> bool:
-        """Whether a trial was measured with the same settings."""
+        """Return whether a trial was measured with the same settings."""
         trial = self.content["trials"].get(name, {})
         return trial.get("status") == MEASURED and trial.get("key") == key
 

@@ -10,7 +10,7 @@ from typing import ClassVar, TypeVar
 
 from device_runner.android.adb import quote
 from device_runner.android.bench import BenchSettings, bench
-from device_runner.android.device import WITH_ROWS, Phone, PhoneFlags
+from device_runner.android.device import FILES_WITH_ROWS, Phone, PhoneFlags
 from device_runner.android.fleet_join import JoinFlags
 from device_runner.android.jobs import JobFlags, resume, wait_for
 from device_runner.android.preflight import examine
@@ -159,7 +159,7 @@ def _doctor(phone: Phone, settings: AndroidDoctorSettings) -> int:
     for check in examine(phone):
         checks.append(check)
         if not settings.json:
-            print(f"{check.state:<8} {check.name:<12} {check.found}", flush=True)
+            print(f"{check.state:<8} {check.name:<12} {check.detail}", flush=True)
             if check.remedy:
                 print(f"{'':<21} {check.remedy}", flush=True)
     if settings.json:
@@ -209,7 +209,7 @@ def _pull(phone: Phone, settings: PullSettings) -> int:
     _check_exists(phone, settings.name)
     out = settings.out or Path(settings.name)
     is_wanted = {LOG: settings.log, FEEDBACK: settings.rows}
-    phone.pull_run(settings.name, out, [file for file in WITH_ROWS if not is_wanted[file]])
+    phone.pull_run(settings.name, out, [file for file in FILES_WITH_ROWS if not is_wanted[file]])
     print(out / "final" if (out / "final").is_dir() else out)
     return 0
 
@@ -264,7 +264,7 @@ def _fleet(argv: list[str]) -> int:
 def _check_exists(phone: Phone, name: str) -> None:
     """Raise DeviceError unless the phone has a job or a run of this name."""
     if phone.job(name).state == "absent" and not phone.exists(phone.path("runs", name), "d"):
-        raise phone.no_run(name)
+        raise phone.no_run_error(name)
 
 
 REMOTE = {

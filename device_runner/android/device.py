@@ -30,16 +30,16 @@ from prge.formats.documents import parse_json
 from prge.formats.run_folder import ENDED, JOURNAL, LOCK, LOG
 
 FOLDER = "/data/local/tmp/prge"
-OWN = "runtime runtime.tree bundles adapters data jobs runs fleets bench cache tmp".split()
+SUBFOLDERS = "runtime runtime.tree bundles adapters data jobs runs fleets bench cache tmp".split()
 START_SECONDS = 60.0
-RESTARTS = 5
+MAX_RESTARTS = 5
 HASH_SECONDS = 600.0
-PULLS = 5
-GROWING = ("journal.jsonl", "metrics.jsonl", "log.txt", "run.json", HISTORY, FEEDBACK)
+MAX_PULLS = 5
+GROWING_FILES = ("journal.jsonl", "metrics.jsonl", "log.txt", "run.json", HISTORY, FEEDBACK)
 # Files that show rows; they stay on the device unless the user asks for them.
-WITH_ROWS = (LOG, FEEDBACK)
+FILES_WITH_ROWS = (LOG, FEEDBACK)
 # Files whose first line identifies a run, one of which every run that has begun has.
-BEGUN = (JOURNAL, HISTORY, FEEDBACK)
+RUN_MARKERS = (JOURNAL, HISTORY, FEEDBACK)
 _PART = "prge-part "
 _WORDS = 200
 _RESERVE = 16 << 20
@@ -103,7 +103,7 @@ class Phone:
         return "/".join((self.folder, *parts))
 
     def exists(self, path: str, test: str = "e") -> bool:
-        """Whether a path exists on the device.
+        """Return whether a path exists on the device.
 
         Args:
             path: the path.
@@ -272,7 +272,7 @@ class Phone:
         """
         return self.adb.attach(quote(["sh", self.path("runtime", "run.sh"), *words]), reads)
 
-    def need_runtime(self) -> None:
+    def require_runtime(self) -> None:
         """Raise DeviceError unless the device has a complete runtime."""
         if not self.exists(self.path("runtime.tree"), "f"):
             raise DeviceError(
@@ -281,16 +281,16 @@ class Phone:
                 code="runtime-missing",
             )
 
-    def need_this_driver(self) -> None:
+    def require_this_driver(self) -> None:
         """Raise DeviceError unless the device's runtime has the driver that is installed on this computer."""
-        self.need_runtime()
+        self.require_runtime()
         manifest = _json(
             self.adb.check(f"cat {quote([self.path('runtime', MANIFEST)])}", "reading the runtime")
         )
         if manifest.get("driver") != driver_hash():
             raise DeviceError(
                 f"The runtime on {self.adb.serial} has the driver of another version of prge.",
-                remedy="Build it again and push it: prge android bundle runtime, prge android push runtime",
+                remedy="Build it again and push it: prge android bundle runtime, prge android push runtime.",
                 code="runtime-of-other-version",
             )
 
@@ -305,7 +305,7 @@ class Phone:
         Raises:
             DeviceError: a job of that name is running, or this one does not start.
         """
-        self.need_runtime()
+        self.require_runtime()
         check_name(name)
         before = self.job(name)
         if before.state == "running":
@@ -322,7 +322,7 @@ class Phone:
         self.make_folder(self.path("runs"))
         old = quote([f"{job}/{file}" for file in ("pid", "rc", "stop", "port", "restarts")])
         write_port = "" if port is None else f"echo {port} >{quote([f'{job}/port'])}\n"
-        allow_restarts = "" if port is None else f"export PRGE_RESTARTS={RESTARTS}\n"
+        allow_restarts = "" if port is None else f"export PRGE_RESTARTS={MAX_RESTARTS}\n"
         self.adb.check(
             f"rm -f {old}\n{write_port}{allow_restarts}"
             "session=setsid; command -v setsid >/dev/null 2>&1 || session=\n"
@@ -337,7 +337,7 @@ class Phone:
             time.sleep(0.2)
         raise DeviceError(
             f"{name} did not start within {START_SECONDS:.0f} seconds.",
-            remedy=f"See its output: prge android logs {name} --console",
+            remedy=f"See its output: prge android logs {name} --console.",
             code="job-not-started",
         )
 
@@ -384,7 +384,7 @@ class Phone:
         summary, last = _json(parts["summary"]), _json(parts["last"])
         return Job(name, state, process, code, summary, last, port, restarts or 0)
 
-    def no_run(self, name: str) -> DeviceError:
+    def no_run_error(self, name: str) -> DeviceError:
         """Return the error of a run that the device doesn't have."""
         return DeviceError(
             f"{self.adb.serial} has no run {name!r}; it has: {', '.join(self.jobs()) or 'none'}",
@@ -426,13 +426,13 @@ class Phone:
             time.sleep(0.2)
         return job
 
-    def pull_run(self, name: str, out: Path, but: Collection[str] = WITH_ROWS) -> list[str]:
+    def pull_run(self, name: str, out: Path, excluded: Collection[str] = FILES_WITH_ROWS) -> list[str]:
         """Copy the folder of a run or a server to this computer, whole or not at all.
 
         Args:
             name: name of the run.
             out: folder to create, or an older copy of the run to replace.
-            but: files that stay on the device; by default those that show rows.
+            excluded: files that stay on the device; by default those that show rows.
 
         Returns:
             The names of the copied files.
@@ -445,27 +445,27 @@ class Phone:
         remote = self.path("runs", name)
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=out.parent, prefix=".pull-") as staging:
-            for attempt in range(PULLS):
+            for attempt in range(MAX_PULLS):
                 copy = Path(staging) / str(attempt)
                 copy.mkdir(mode=0o700)
                 try:
-                    self._pull_once(remote, copy, but)
+                    self._pull_once(remote, copy, excluded)
                     break
                 except DeviceError:
                     # A running run writes files and removes old checkpoints during the copy, so try again.
-                    if attempt + 1 == PULLS or self.job(name).state != "running":
+                    if attempt + 1 == MAX_PULLS or self.job(name).state != "running":
                         raise
             _replace(copy, out)
         return sorted(str(path.relative_to(out)) for path in files_of(out))
 
-    def _pull_once(self, remote: str, copy: Path, but: Collection[str]) -> None:
+    def _pull_once(self, remote: str, copy: Path, excluded: Collection[str]) -> None:
         """Copy a run folder into the folder `copy` and compare hashes; raises DeviceError."""
         hashes = self._hashes(remote) if self.exists(remote, "d") else {}
-        names = [file for file in hashes if file not in (LOCK, *but)]
-        if not set(names) & set(BEGUN):
+        names = [file for file in hashes if file not in (LOCK, *excluded)]
+        if not set(names) & set(RUN_MARKERS):
             raise DeviceError(
                 f"{remote} holds no run yet.",
-                remedy="See the output of its process: prge android logs NAME --console",
+                remedy="See the output of its process: prge android logs NAME --console.",
                 code="run-not-begun",
             )
         for top in sorted({file.partition("/")[0] for file in names}):
@@ -478,7 +478,7 @@ class Phone:
 
     def remove_all(self) -> None:
         """Remove all files of prge, and its folder if nothing else is in it."""
-        self.remove(*(self.path(name) for name in OWN))
+        self.remove(*(self.path(name) for name in SUBFOLDERS))
         self.adb.shell(f"rmdir {quote([self.folder])}")
 
     def _check_storage(self, size: int, remote: str) -> None:
@@ -539,7 +539,7 @@ class PhoneFlags:
 
 
 def is_name(name: str) -> bool:
-    """Whether a run can have this name."""
+    """Return whether a run can have this name."""
     return bool(name) and not name.startswith((".", "-")) and "/" not in name and _is_plain(name)
 
 
@@ -607,15 +607,15 @@ def _compare(copy: Path, hashes: Mapping[str, str]) -> None:
 
 
 def _grows(name: str) -> bool:
-    """Whether a running run may extend a file; each round of a learning server has its own journal."""
-    return name in GROWING or (name.startswith(f"{ROUNDS}/") and name.endswith(f"/{JOURNAL}"))
+    """Return whether a running run may extend a file; each round of a learning server has its own journal."""
+    return name in GROWING_FILES or (name.startswith(f"{ROUNDS}/") and name.endswith(f"/{JOURNAL}"))
 
 
 def _replace(copy: Path, out: Path) -> None:
     """Move a copied run to `out`, replacing an older copy; raises DeviceError for any other folder."""
     if out.exists():
         try:
-            name = next(name for name in BEGUN if (copy / name).is_file())
+            name = next(name for name in RUN_MARKERS if (copy / name).is_file())
             same = _first_line(out / name) == _first_line(copy / name)
         except OSError:
             same = False

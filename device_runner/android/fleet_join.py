@@ -40,7 +40,7 @@ class JoinFlags(RemoteFlags):
         if phone.adb.shell(script).code:
             raise DeviceError(
                 f"The runtime on {phone.adb.serial} lacks Flower.",
-                remedy="Build another: prge android bundle --fleet runtime, then prge android push runtime",
+                remedy="Build another: prge android bundle --fleet runtime, then prge android push runtime.",
                 code="runtime-without-flower",
             )
         keys = None if settings.keys is None else phone.path("fleets", f"{self.name}-keys")

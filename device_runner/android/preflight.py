@@ -10,7 +10,7 @@ from device_runner.android.adb import quote
 from device_runner.android.device import Phone
 from device_runner.android.runtime import MANIFEST
 from device_runner.requirements import Check
-from prge.errors import DeviceError
+from prge.errors import DeviceError, as_clause
 
 MIB = 1 << 20
 OLDEST_KERNEL = (3, 7)
@@ -97,9 +97,9 @@ def _folder(phone: Phone) -> Check:
 def _runtime(phone: Phone, machine: str | None) -> Iterator[Check]:
     """Check whether the runtime is complete, its loader starts, and engine and driver can be imported."""
     try:
-        phone.need_runtime()
+        phone.require_runtime()
     except DeviceError as error:
-        yield Check("runtime", "missing", error.what, error.remedy)
+        yield Check("runtime", "missing", as_clause(error.what), error.remedy)
         return
     manifest = json.loads(phone.adb.check(f"cat {quote([phone.path('runtime', MANIFEST)])}", "reading it"))
     version = f"prge {manifest['prge']} for {manifest['machine']}"
@@ -108,9 +108,9 @@ def _runtime(phone: Phone, machine: str | None) -> Iterator[Check]:
         yield Check("runtime", "missing", version, remedy)
         return
     try:
-        phone.need_this_driver()
+        phone.require_this_driver()
     except DeviceError as error:
-        yield Check("runtime", "missing", error.what, error.remedy)
+        yield Check("runtime", "missing", as_clause(error.what), error.remedy)
         return
     yield Check("runtime", "ok", version)
     loader = phone.adb.shell(f"{quote([phone.path('runtime', 'lib', 'ld.so')])} --version")

@@ -137,7 +137,7 @@ class RemoteCall:
     def phone(self) -> Phone:
         """The connected phone; raises DeviceError unless it has this computer's version of the driver."""
         phone = self.flags.phone()
-        phone.need_this_driver()
+        phone.require_this_driver()
         return phone
 
     def send_inputs(self, **on_device: Any) -> dict[str, Any]:
@@ -218,7 +218,7 @@ class RemoteCall:
                     self.phone, value, flag(name), PART_OF_ROWS[source], self.flags.data_on_device
                 )
         raise ConfigError(
-            "these settings can't be used:",
+            "These settings can't be used:",
             [f"{flag(name)} can't be sent to a phone"],
             code="setting-not-portable",
         )
@@ -297,7 +297,7 @@ def _bundle_of(phone: Phone, name: str) -> str:
     """Return the path of a run's bundle on the device; raises DeviceError."""
     config = phone.read_file(phone.path("runs", name, CONFIG))
     if config is None:
-        raise phone.no_run(name)
+        raise phone.no_run_error(name)
     with suppress(DocumentError):
         if bundle := mapping(parse_yaml(config)).get("bundle"):
             return str(bundle)

@@ -124,11 +124,12 @@ def build_runtime(settings: BundleSettings) -> Runtime:
             remedy="Remove it, or give another folder.",
             code="folder-exists",
         )
-    compiler = settings.compiler or f"{_TRIPLETS[settings.machine]}-g++"
+    triplet = _TRIPLETS[settings.machine]
+    compiler = settings.compiler or f"{triplet}-g++"
     if shutil.which((shlex.split(compiler) or [""])[0]) is None:
         raise EngineError(
             f"There is no compiler {compiler} for {settings.machine}.",
-            remedy=f"apt install g++-{_TRIPLETS[settings.machine].replace('_', '-')}, or give --compiler.",
+            remedy=f"Install one (Debian: apt install g++-{triplet.replace('_', '-')}), or give --compiler.",
             code="compiler-missing",
         )
     # Absolute paths, since the programs that are called have other working folders.
@@ -172,13 +173,13 @@ def open_runtime(folder: Path) -> Runtime:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DeviceError(
             f"{folder} is not a runtime: {error}",
-            remedy="Build one: prge android bundle runtime",
+            remedy="Build one: prge android bundle runtime.",
             code="runtime-unreadable",
         ) from None
     if _hashes(folder) != files or digest((folder / MANIFEST).read_text(encoding="utf-8")) != tree:
         raise DeviceError(
             f"Files of {folder} were changed.",
-            remedy="Build it again: prge android bundle",
+            remedy="Build it again: prge android bundle.",
             code="runtime-changed",
         )
     return Runtime(folder, machine, tree)
@@ -311,10 +312,10 @@ def _seal(folder: Path, machine: Machine, packages: Mapping[str, Iterable[Packag
     return digest(text)
 
 
-def _hashes(folder: Path, but: Sequence[str] = (MANIFEST, TREE)) -> dict[str, str]:
+def _hashes(folder: Path, excluded: Sequence[str] = (MANIFEST, TREE)) -> dict[str, str]:
     """Return the SHA-256 of the files in a folder, by relative path."""
     return {
         str(path.relative_to(folder)): file_sha256(path)
         for path in files_of(folder)
-        if str(path.relative_to(folder)) not in but
+        if str(path.relative_to(folder)) not in excluded
     }

@@ -101,7 +101,7 @@ class ServeFlags(RemoteFlags, ReachFlags):
         check_name(self.name)
         if not self.port:
             problem = "--port is 0, must be a fixed port"
-            raise ConfigError("these settings can't be used:", [problem], code="settings-unusable")
+            raise ConfigError("These settings can't be used:", [problem], code="settings-unusable")
         own = Path(self.path("runs", self.name))
         return {
             "host": "127.0.0.1",
@@ -160,7 +160,7 @@ def reconnect(argv: list[str]) -> int:
         )
     with flags.forwarded(phone, job.port) as computer_port:
         if job.state != "running":
-            phone.need_this_driver()
+            phone.require_this_driver()
             job = _start_server(phone, flags.name, job.port)
     return flags.report(job, computer_port)
 

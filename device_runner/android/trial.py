@@ -124,10 +124,10 @@ class TrialRunner:
         return {
             **{"train": train, "estimator": "exact", "batch_size": self.trial.batch, "quiet": True},
             **{"overflow": "truncate", "max_dropped": 1.0},
-            **({"memory": self._least_memory()} if self.trial.is_least else {}),
+            **({"memory": self._min_memory()} if self.trial.is_least else {}),
         }
 
-    def _least_memory(self) -> int:
+    def _min_memory(self) -> int:
         """Return the smallest memory limit, in bytes, that a run on the phone can keep."""
         output = self.phone.python(_BASE_MEMORY.format(bundle=self.remote)).split()
         held = int(output[-1]) + _GROWTH if output else None
@@ -156,7 +156,7 @@ class TrialRunner:
         keys = {"tokens_a_second": "tokens_per_second", "prompt_tokens_a_second": "prefill_tokens_per_second"}
         rates = {name: [record[key] for record in records if record[key]] for name, key in keys.items()}
         if not all(rates.values()):
-            raise DeviceError("generate: The model ends its text at once.", code="text-not-written")
+            raise DeviceError("generate: the model ends its text at once.", code="text-not-written")
         return {
             **{name: statistics.median(values) for name, values in rates.items()},
             "prompt_tokens": records[0]["prompt_tokens"],

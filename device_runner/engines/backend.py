@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from prge.engine import EngineName
-from prge.errors import EngineError
+from prge.errors import EngineError, as_clause
 from prge.system.memory import is_out_of_memory
 
 
@@ -33,7 +33,7 @@ class Backend:
         return torch_runtime
 
 
-def choose(engine: EngineName = "auto") -> Backend:
+def choose_backend(engine: EngineName = "auto") -> Backend:
     """Return the engine of this name; `auto` prefers the native one if it is built or can be built.
 
     Raises:
@@ -49,5 +49,5 @@ def choose(engine: EngineName = "auto") -> Backend:
         # torch would need even more memory.
         if engine == "native" or is_out_of_memory(error) or importlib.util.find_spec("torch") is None:
             raise
-        return Backend("torch", error.what)
+        return Backend("torch", as_clause(error.what))
     return Backend("native")

@@ -18,7 +18,7 @@ from prge.formats.signatures import BACKWARD, BACKWARD_SAVED
 
 
 class Backward:
-    """Computes gradients through the blocks that a forward pass went through.
+    """Computes the gradients of the blocks that a forward pass computed.
 
     Args:
         forward: forward pass of the call.
@@ -33,8 +33,10 @@ class Backward:
         self.gradient: FloatArray = np.zeros(adapter_size(self._chain.modules), np.float32)
         self._gradients = views(self._chain.modules, self.gradient)
 
-    def through(self, parts: Sequence[Batch], gradients: Sequence[FloatArray], numbers: range) -> FloatArray:
-        """Return the gradient of the adapter's values, f32 [size]; NaN if a gradient on the way isn't finite.
+    def run_blocks(
+        self, parts: Sequence[Batch], gradients: Sequence[FloatArray], numbers: range
+    ) -> FloatArray:
+        """Return the gradient of the adapter's values, f32 [size]; NaN if a gradient in between isn't finite.
 
         Args:
             parts: parts of the call with one copy of the adapter, as they left the last of the blocks.
@@ -49,15 +51,15 @@ class Backward:
         for group in reversed(self._chain.block_groups(numbers)):
             number = group.start
             if self._chain.is_expert(number):
-                is_finite &= self._through_experts(number, parts)
+                is_finite &= self._run_experts(number, parts)
             else:
-                is_finite &= self._through_block(number, parts)
+                is_finite &= self._run_block(number, parts)
         if not is_finite:
             # A layer with int8 activations turns NaN into a number, which would hide the fault.
             self.gradient[:] = np.nan
         return self.gradient
 
-    def _through_block(self, number: int, parts: Sequence[Batch]) -> bool:
+    def _run_block(self, number: int, parts: Sequence[Batch]) -> bool:
         """Compute the gradients of all parts before a block; return whether they are finite.
 
         Gradients of single rows are added part by part and row by row. So the bits of a sum depend on the
@@ -86,7 +88,7 @@ class Backward:
     def _experts(self) -> Experts:
         return Experts(self._blocks)
 
-    def _through_experts(self, number: int, parts: Sequence[Batch]) -> bool:
+    def _run_experts(self, number: int, parts: Sequence[Batch]) -> bool:
         """Compute the gradients of all parts before a layer's experts; return whether they are finite."""
         with ExitStack() as stack:
             saved = [stack.enter_context(self._store.restore(index)) for index in range(len(parts))]

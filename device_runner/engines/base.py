@@ -37,9 +37,9 @@ _DTYPES = {
 }
 
 
-def tensor_spec(scalar_type: int, sizes: Sequence[int]) -> TensorSpec:
+def tensor_spec(dtype_code: int, sizes: Sequence[int]) -> TensorSpec:
     """Return the spec of a tensor from ExecuTorch's metadata."""
-    return TensorSpec(_DTYPES.get(scalar_type, f"ScalarType {scalar_type}"), tuple(sizes))
+    return TensorSpec(_DTYPES.get(dtype_code, f"ScalarType {dtype_code}"), tuple(sizes))
 
 
 @dataclass(frozen=True)
@@ -90,9 +90,9 @@ class CheckedEngine(ABC):
             grads = np.asarray(grad_fn(outputs), np.float32)
             if grads.shape != outputs.shape:
                 raise EngineError(
-                    f"the gradient of the loss has the shape {list(grads.shape)}, the outputs have the shape "
-                    f"{list(outputs.shape)}",
-                    remedy="an objective's gradients must have the shape of its scores",
+                    f"The gradient of the loss has the shape {list(grads.shape)}, the outputs have the shape "
+                    f"{list(outputs.shape)}.",
+                    remedy="An objective's gradients must have the shape of its scores.",
                     code="gradient-of-other-shape",
                 )
             return grads
@@ -108,10 +108,10 @@ class CheckedEngine(ABC):
             yield
         except RuntimeError as error:
             remedy = (
-                "export the bundle again with this version of executorch; if the error remains, report it"
+                "Export the bundle again with this version of executorch; if the error remains, report it."
             )
             raise EngineError(
-                f"the engine failed: {explain(error)}",
+                f"The engine failed: {explain(error)}",
                 remedy=OUT_OF_MEMORY_REMEDY if ran_out_of_memory(error) else remedy,
                 code="engine-failed",
             ) from None
@@ -122,11 +122,11 @@ class CheckedEngine(ABC):
         """Check a call: not every kernel checks its indices, and one out of range may read foreign memory."""
         model, adapters = self.model, call.adapters
         if not call.sequences:
-            raise EngineError("the call has no sequences", remedy="pass at least one", code="call-empty")
+            raise EngineError("The call has no sequences.", remedy="Pass at least one.", code="call-empty")
         expected = (len(adapters) if adapters.ndim and copies is None else copies or 1, self._adapter_size)
         if adapters.dtype != np.float32 or adapters.shape != expected or not adapters.size:
             raise EngineError(
-                f"the adapters are {adapters.dtype} {list(adapters.shape)}, must be float32 "
+                f"The adapters are {adapters.dtype} {list(adapters.shape)}, must be float32 "
                 f"[{copies or 'copies'}, {self._adapter_size}]",
                 code="adapters-of-other-shape",
             )
@@ -134,19 +134,19 @@ class CheckedEngine(ABC):
             sequence_length, vocabulary = len(sequence.tokens), model.vocabulary_size
             if not 1 <= sequence_length <= model.sequence_length:
                 raise EngineError(
-                    f"sequence {number} has {sequence_length} tokens, must have 1 to {model.sequence_length}",
+                    f"Sequence {number} has {sequence_length} tokens, not 1 to {model.sequence_length}.",
                     code="sequence-of-other-length",
                 )
             if not (min(sequence.tokens) >= 0 and max(sequence.tokens) < vocabulary):
                 raise EngineError(
-                    f"sequence {number} has a token outside of 0 to {vocabulary - 1}",
+                    f"Sequence {number} has a token outside of 0 to {vocabulary - 1}.",
                     code="token-out-of-bounds",
                 )
             for target in sequence.targets:
                 if not (0 <= target.position < sequence_length and 0 <= target.token < vocabulary):
                     raise EngineError(
-                        f"sequence {number} has the target {target.token} at {target.position}, must be 0 to "
-                        f"{vocabulary - 1} at 0 to {sequence_length - 1}",
+                        f"Sequence {number} has the target {target.token} at {target.position}, must be 0 to "
+                        f"{vocabulary - 1} at 0 to {sequence_length - 1}.",
                         code="target-out-of-bounds",
                     )
 
@@ -157,8 +157,8 @@ class CheckedEngine(ABC):
         }
         if directions.keys() != widths.keys():
             raise EngineError(
-                f"directions have {len(directions)} factors, must have {len(widths)}: u and v of every "
-                "trained matrix",
+                f"Directions have {len(directions)} factors, must have {len(widths)}: u and v of every "
+                "trained matrix.",
                 code="directions-of-other-shape",
             )
         queries = len(next(iter(directions.values())))
@@ -166,7 +166,7 @@ class CheckedEngine(ABC):
             factor = directions[name]
             if factor.dtype != np.float32 or factor.shape != (queries, sequences, width) or not queries:
                 raise EngineError(
-                    f"the factor {name} is {factor.dtype} {list(factor.shape)}, must be float32 "
+                    f"The factor {name} is {factor.dtype} {list(factor.shape)}, must be float32 "
                     f"[queries, {sequences}, {width}]",
                     code="directions-of-other-shape",
                 )
@@ -195,7 +195,7 @@ def check_threads(threads: int | None, count: int) -> bool:
         EngineError: `threads` is less than one, or engines in use hold a pool of another size.
     """
     if threads is not None and threads < 1:
-        raise EngineError(f"threads is {threads}, must be at least 1", code="threads-out-of-bounds")
+        raise EngineError(f"threads is {threads}, must be at least 1.", code="threads-out-of-bounds")
     if threads is None or threads == count:
         return False
     if len(_loaded) > 0:
@@ -203,8 +203,8 @@ def check_threads(threads: int | None, count: int) -> bool:
         gc.collect()
     if len(_loaded) > 0:
         raise EngineError(
-            f"an engine in use was opened with {count} threads, this one requests {threads}",
-            remedy="use the same number of threads, or release the other engine first",
+            f"An engine in use was opened with {count} threads, this one requests {threads}.",
+            remedy="Use the same number of threads, or release the other engine first.",
             code="threads-differ",
         )
     return True

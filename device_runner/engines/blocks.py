@@ -87,9 +87,9 @@ class Blocks:
         self._bytes = self.chain.loaded_bytes(lambda name: bundle.file(name).stat().st_size)
         if loaded is not None and loaded < max(self._bytes):
             raise EngineError(
-                f"cannot load the largest block: {loaded} bytes of weights may be loaded, the block has "
-                f"{max(self._bytes)}",
-                remedy=f"allow at least {max(self._bytes)} bytes, or set no limit",
+                f"Cannot load the largest block: {loaded} bytes of weights may be loaded, the block has "
+                f"{max(self._bytes)}.",
+                remedy=f"Allow at least {max(self._bytes)} bytes, or set no limit.",
                 code="memory-too-little",
             )
         self._shapes = MethodShapes(self.chain, self.tables)

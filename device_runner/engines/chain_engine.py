@@ -45,8 +45,8 @@ class ChainEngine(CheckedEngine):
         forward, readout = self._passes(call)
         outputs = readout.empty(len(call.adapters))
         for numbers in micro_batches(forward.lengths, len(call.adapters)):
-            parts = forward.with_copies(numbers, forward.below(numbers))
-            forward.through(parts, FORWARD, self._above)
+            parts = forward.with_copies(numbers, forward.trunk(numbers))
+            forward.run_blocks(parts, FORWARD, self._above)
             readout.forward(parts, outputs)
         return outputs
 
@@ -56,10 +56,10 @@ class ChainEngine(CheckedEngine):
         queries = len(next(iter(directions.values())))
         outputs, derivatives = readout.empty(), readout.empty(queries)
         for numbers in micro_batches(forward.lengths, 1 + queries):
-            parts = forward.of_one_copy(numbers, forward.below(numbers))
+            parts = forward.of_one_copy(numbers, forward.trunk(numbers))
             for query_slice in slices(queries, self._chain.bounds.queries):
                 directed = forward.with_directions(parts, directions, query_slice)
-                forward.through(directed, JVP, self._above)
+                forward.run_blocks(directed, JVP, self._above)
                 readout.jvp(directed, outputs, derivatives[query_slice])
         return outputs, derivatives
 
@@ -67,11 +67,11 @@ class ChainEngine(CheckedEngine):
         self._check_role(BACKWARD, call)
         forward, readout = self._passes(call)
         numbers = np.arange(len(call.sequences))
-        parts = forward.of_one_copy(numbers, forward.below(numbers))
+        parts = forward.of_one_copy(numbers, forward.trunk(numbers))
         self._begin(forward, parts, call.target_count)
-        forward.through(parts, FORWARD, self._above, self._store)
+        forward.run_blocks(parts, FORWARD, self._above, self._store)
         outputs, gradients = readout.vjp(parts, grad_fn, self._store)
-        gradient = Backward(forward, self._store).through(parts, gradients, self._above)
+        gradient = Backward(forward, self._store).run_blocks(parts, gradients, self._above)
         self._store.end()
         return outputs, gradient
 
@@ -81,8 +81,8 @@ class ChainEngine(CheckedEngine):
         limit, longest = self._chain.longest(role), max(len(each.tokens) for each in call.sequences)
         if longest > limit:
             raise EngineError(
-                f"a sequence has {longest} tokens, the role {role} of the bundle takes at most {limit}",
-                remedy="use shorter sequences, or export the bundle again",
+                f"A sequence has {longest} tokens, the role {role} of the bundle takes at most {limit}.",
+                remedy="Use shorter sequences, or export the bundle again.",
                 code="sequence-of-other-length",
             )
 

@@ -46,33 +46,33 @@ def check_in_child(path: Path, attempt: Callable[[], object]) -> None:
         messages, log = (read_all(stream) for stream in (messages_file, log_file))
     if status is None:
         raise BundleError(
-            f"the engine hangs on {path}: it did not load within {CHECK_SECONDS:.0f} seconds",
-            remedy="copy or export the bundle again",
+            f"The engine hangs on {path}: it did not load within {CHECK_SECONDS:.0f} seconds.",
+            remedy="Copy or export the bundle again.",
             code="program-hangs",
         )
     if os.WIFSIGNALED(status):
         code = os.WTERMSIG(status)
         if code == signal.SIGKILL:
             raise EngineError(
-                f"the system killed the process that loaded {path} (SIGKILL)",
-                remedy="most likely there is not enough memory: close other programs or use a smaller model",
+                f"The system killed the process that loaded {path} (SIGKILL).",
+                remedy="Most likely there is not enough memory: close other programs or use a smaller model.",
                 code="program-check-killed",
             )
         if code not in _FAULTS:
             raise EngineError(
-                f"the process that loaded {path} was ended by {_signal_name(code)}",
-                remedy="try again",
+                f"The process that loaded {path} was ended by {_signal_name(code)}.",
+                remedy="Try again.",
                 code="program-check-killed",
             )
         if is_out_of_memory(log):
             raise EngineError(
-                f"there is not enough memory to load {path}{quote_log(log)}",
+                f"There is not enough memory to load {path}{quote_log(log)}.",
                 remedy=OUT_OF_MEMORY_REMEDY,
                 code="out-of-memory",
             )
         raise BundleError(
-            f"the engine aborts on this program ({_signal_name(code)}): {path}{quote_log(log)}",
-            remedy="copy or export the bundle again; the program is damaged or of another executorch",
+            f"The engine aborts on this program ({_signal_name(code)}): {path}{quote_log(log)}.",
+            remedy="Copy or export the bundle again; the program is damaged or of another executorch.",
             code="program-aborts",
         )
     if os.WEXITSTATUS(status) != 0:

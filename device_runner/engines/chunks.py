@@ -18,7 +18,7 @@ import numpy as np
 
 from device_runner.engines.blocks import Blocks
 from prge.engine import Array, FloatArray
-from prge.formats.chain import FEWEST_TOKENS, MASKED, SHARED_IN, SHARED_OUT, TABLE
+from prge.formats.chain import MASKED, MIN_TOKENS, SHARED_IN, SHARED_OUT, TABLE
 from prge.formats.signatures import (
     CAUSAL_MASK,
     KEYS,
@@ -61,8 +61,8 @@ class Chunks:
 
         Returns:
             `hidden_states` [1, tokens, width] and shared outputs, and what the backward pass needs: `keys`
-                and `values` of attention [heads, tokens, width], and the recurrent states that entered each
-                chunk, [chunks, height, width].
+            and `values` of attention [heads, tokens, width], and the recurrent states that entered each
+            chunk, [chunks, height, width].
         """
         entering_name = "hidden_states" if number else "tokens"
         entering = inputs[entering_name][0]
@@ -184,8 +184,10 @@ class Chunks:
     def checkpoint_sizes(self, number: int, length: int) -> list[int]:
         """Return the number of elements of each array that a backward pass needs next to hidden states."""
         heads, chunks = self._blocks.heads(number), len([*self._chunks(number, length)])
-        is_own = not self._chain.blocks[number].past
-        keys = [is_own * length * heads.count * width for width in (heads.key_width, heads.value_width)]
+        computes_keys = not self._chain.blocks[number].past
+        keys = [
+            computes_keys * length * heads.count * width for width in (heads.key_width, heads.value_width)
+        ]
         return [
             *keys,
             *(chunks * high * wide for high, wide in self._blocks.recurrent_states(number).values()),
@@ -254,7 +256,7 @@ class Chunks:
         if mask is None:
             return inputs
         first = self._first_seen(number, chunk.start)
-        past = max(chunk.start - first, FEWEST_TOKENS)
+        past = max(chunk.start - first, MIN_TOKENS)
         names = {PAST_KEYS: KEYS, PAST_VALUES: VALUES}
         names |= {
             f"tangent_{past}": f"tangent_{name}" for past, name in names.items() if f"tangent_{name}" in known

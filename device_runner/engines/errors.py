@@ -49,7 +49,7 @@ def program_mismatch(path: Path, problems: Sequence[str]) -> BundleError:
     """Return the error for a program that differs from the manifest."""
     return BundleError(
         f"{path} is not the program that the manifest describes: " + "; ".join(problems),
-        remedy="copy or export the bundle again: program and manifest don't belong together",
+        remedy="Copy or export the bundle again: program and manifest don't belong together.",
         code="program-of-other-signature",
     )
 
@@ -57,18 +57,18 @@ def program_mismatch(path: Path, problems: Sequence[str]) -> BundleError:
 def load_error(path: Path, error: RuntimeError) -> PrgeError:
     """Return the error for a program that the engine refused to load."""
     code = _code(error)
-    what = f"the engine can't load {path}: {explain(error)}"
+    what = f"The engine can't load {path}: {explain(error)}"
     if ran_out_of_memory(error):
         return EngineError(
-            what, remedy="close other programs, or export a smaller or quantized model", code="out-of-memory"
+            what, remedy="Close other programs, or export a smaller or quantized model.", code="out-of-memory"
         )
     if code in (0x14, 0x20, 0x30):
         return BundleError(
             what,
-            remedy="export the bundle with the executorch version that runs it, or copy it again",
+            remedy="Export the bundle with the executorch version that runs it, or copy it again.",
             code="program-of-other-version",
         )
-    return BundleError(what, remedy="copy or export the bundle again", code="program-refused")
+    return BundleError(what, remedy="Copy or export the bundle again.", code="program-refused")
 
 
 def ran_out_of_memory(error: RuntimeError) -> bool:
@@ -108,7 +108,7 @@ def quote_log(log: str) -> str:
 
 @contextlib.contextmanager
 def captured_stderr() -> Iterator[Any]:
-    """Capture what native code and Python write to standard error; yields a function that returns it."""
+    """Capture what native code and Python write to standard error; yield a function that returns it."""
     try:
         saved = os.dup(2)
     except OSError:  # a process without standard error

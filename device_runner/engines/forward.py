@@ -34,7 +34,7 @@ Trunk = dict[int, FloatArray]
 
 
 class Forward:
-    """Takes the sequences of a call through the blocks.
+    """Computes the blocks for the sequences of a call.
 
     Args:
         blocks: blocks of the bundle.
@@ -65,27 +65,27 @@ class Forward:
 
     # Parts of a call before the lowest adapted block
 
-    def with_copies(self, numbers: IntArray, below: Trunk) -> list[Batch]:
+    def with_copies(self, numbers: IntArray, trunk: Trunk) -> list[Batch]:
         """Return parts of some sequences with every copy of the adapter."""
         bounds, copies = self.chain.bounds, len(self.call.adapters)
         if copies == 1:
             groups = single_adapter_groups(numbers, self.lengths, bounds)
-            return [self._part(rows, np.zeros(len(rows), np.int64), below) for rows in groups]
+            return [self._part(rows, np.zeros(len(rows), np.int64), trunk) for rows in groups]
         return [
             self._part(
                 np.tile(rows, (copy_slice.stop - copy_slice.start, 1)),
                 np.arange(copy_slice.start, copy_slice.stop),
-                below,
+                trunk,
             )
             for rows in length_groups(numbers, self.lengths, bounds)
             for copy_slice in slices(copies, copies_together(int(self.lengths[rows[0]]), bounds))
         ]
 
-    def of_one_copy(self, numbers: IntArray, below: Trunk) -> list[Batch]:
+    def of_one_copy(self, numbers: IntArray, trunk: Trunk) -> list[Batch]:
         """Return parts of some sequences with the only adapter, each with as many rows as a call takes."""
         one = np.zeros(1, np.int64)
         return [
-            self._part(rows[None], one, below)
+            self._part(rows[None], one, trunk)
             for rows in length_groups(numbers, self.lengths, self.chain.bounds)
         ]
 
@@ -102,8 +102,8 @@ class Forward:
             directed_parts.append(directed)
         return directed_parts
 
-    def _part(self, rows: IntArray, copy: IntArray, below: Trunk) -> Batch:
-        states = np.stack([below[number] for number in rows.ravel().tolist()])
+    def _part(self, rows: IntArray, copy: IntArray, trunk: Trunk) -> Batch:
+        states = np.stack([trunk[number] for number in rows.ravel().tolist()])
         hidden_states, *shared_values = split(states.reshape(*rows.shape, *states.shape[1:]), self._widths)
         shared = SharedValues(self.chain)
         shared.values = dict(zip(self._entering, shared_values, strict=True))
@@ -116,7 +116,7 @@ class Forward:
 
     # Below the lowest adapted block
 
-    def below(self, numbers: IntArray) -> Trunk:
+    def trunk(self, numbers: IntArray) -> Trunk:
         """Return the hidden states that enter the lowest adapted block, concatenated with shared values."""
         if self._cache is not None:
             return {number: self._cached(number, self._cache) for number in numbers.tolist()}
@@ -140,7 +140,7 @@ class Forward:
             tokens = tokens_of(self.call.sequences, rows, int(self.lengths[rows.flat[0]]))
             copy = np.zeros(len(rows), np.int64)
             parts.append(self._new_part(rows, copy, {"tokens": tokens}, SharedValues(self.chain)))
-        self.through(parts, FORWARD, range(self.chain.lowest_adapted))
+        self.run_blocks(parts, FORWARD, range(self.chain.lowest_adapted))
         trunk: dict[int, FloatArray] = {}
         for part in parts:
             shared = [part.shared.values[value] for value in self._entering]
@@ -149,16 +149,16 @@ class Forward:
             self.release(part.values)
         return trunk
 
-    # Through the blocks
+    # From block to block
 
-    def through(
+    def run_blocks(
         self,
         parts: Sequence[Batch],
         role: str,
         numbers: range,
         store: ActivationStore | None = None,
     ) -> None:
-        """Take all parts through some blocks, in place.
+        """Compute some blocks for all parts, in place.
 
         Args:
             parts: parts of the call before the first of the blocks.
@@ -169,7 +169,7 @@ class Forward:
         for group in self.chain.block_groups(numbers):
             number = group.start
             if self.chain.is_expert(number):
-                self._through_experts(number, parts, store)
+                self._run_experts(number, parts, store)
                 continue
             for index, part in enumerate(parts):
                 residuals = store.residuals(number, index) if store else {}
@@ -191,8 +191,8 @@ class Forward:
                 self.release(part.values)
                 part.values = outputs
 
-    def _through_experts(self, number: int, parts: Sequence[Batch], store: ActivationStore | None) -> None:
-        """Take all parts through a layer's experts at once, so that each expert is loaded once."""
+    def _run_experts(self, number: int, parts: Sequence[Batch], store: ActivationStore | None) -> None:
+        """Compute the experts of a layer for all parts at once, so that each expert is loaded once."""
         names = (
             ("hidden_states", "tangent_hidden_states")
             if "tangent_hidden_states" in parts[0].values

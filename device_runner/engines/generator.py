@@ -19,7 +19,7 @@ from functools import partial
 
 import numpy as np
 
-from device_runner.engines.backend import choose
+from device_runner.engines.backend import choose_backend
 from device_runner.engines.blocks import Blocks
 from device_runner.engines.chunks import Chunks, by_heads
 from device_runner.engines.experts import Experts
@@ -29,7 +29,7 @@ from prge.engine import Array, EngineName, FloatArray
 from prge.errors import BundleError, EngineError
 from prge.formats.adapter import Adapter
 from prge.formats.bundle import Bundle
-from prge.formats.chain import FEWEST_TOKENS, MASKED, SHARED_IN, SHARED_OUT, TABLE
+from prge.formats.chain import MASKED, MIN_TOKENS, SHARED_IN, SHARED_OUT, TABLE
 from prge.formats.relations import RELATIONS
 from prge.formats.signatures import DECODE, KEYS, OWN_MASK, PAST_KEYS, PAST_MASK, PAST_VALUES, PREFILL, VALUES
 
@@ -94,9 +94,9 @@ class ChainGenerationEngine:
         chain = blocks.chain
         if not {PREFILL, DECODE} <= set(chain.roles):
             raise BundleError(
-                f"the bundle cannot generate text: it has the roles {', '.join(chain.roles)}",
-                remedy="export a causal language model with --roles forward backward prefill decode, or all, "
-                "as is the default of `prge export`; `prge tune` takes --roles too",
+                f"The bundle can't generate text: it has the roles {', '.join(chain.roles)}.",
+                remedy="Export a causal language model with --roles forward backward prefill decode, or all, "
+                "as is the default of `prge export`; `prge tune` takes --roles too.",
                 code="role-missing",
             )
         self._blocks = blocks
@@ -136,7 +136,7 @@ class ChainGenerationEngine:
         """See GenerationEngine."""
         if len(self._sequences) >= self._slots:
             raise EngineError(
-                f"all {self._slots} slots are in use", remedy="close a sequence first", code="slots-full"
+                f"All {self._slots} slots are in use.", remedy="Close a sequence first.", code="slots-full"
             )
         number, self._next = self._next, self._next + 1
         self._sequences[number] = _Sequence(adapter, len(self._sequences))
@@ -174,23 +174,23 @@ class ChainGenerationEngine:
         self._reserve(end := self.length(sequence) + len(tokens))
         state, rest = None, list(tokens)
         while rest:
-            if len(rest) < FEWEST_TOKENS:
+            if len(rest) < MIN_TOKENS:
                 return self.step({sequence: rest[0]})[sequence]
             chunk = _CHUNK if end <= LONG else CHUNK_OF_LONG
             size = min(len(rest), chunk, self._chain.bounds.chunk)
-            if len(rest) - size == 1 and size > FEWEST_TOKENS:
+            if len(rest) - size == 1 and size > MIN_TOKENS:
                 # A single remaining token would need a step of its own, which reads all weights once more.
                 size -= 1
             state = self._prefill(self._sequences[sequence], rest[:size])
             rest = rest[size:]
         if state is None:
             raise EngineError(
-                "there are no tokens to feed", remedy="pass at least one token", code="tokens-missing"
+                "There are no tokens to append.", remedy="Pass at least one token.", code="tokens-missing"
             )
         return self._logits(state[:, -1:])[0]
 
     @property
-    def most_checked(self) -> int:
+    def max_checked(self) -> int:
         """See GenerationEngine."""
         carries = any(self._blocks.recurrent_states(number) for number in range(self._chain.head_start))
         # The head computes the tokens of one sequence like single tokens of as many sequences.
@@ -237,8 +237,8 @@ class ChainGenerationEngine:
         """Grow the caches to hold this number of tokens of each sequence."""
         if length > self._context:
             raise EngineError(
-                f"a sequence of {length} tokens is too long, the limit is {self._context}",
-                remedy="shorten the prompt, or export the model with a larger --context",
+                f"A sequence of {length} tokens is too long, the limit is {self._context}.",
+                remedy="Shorten the prompt, or export the model with a larger --context.",
                 code="text-too-long",
             )
         if length <= self._capacity:
@@ -313,7 +313,7 @@ class ChainGenerationEngine:
         for number in (group.start for group in chain.block_groups(range(len(chain.blocks)))):
             if chain.is_expert(number):
                 next_state = np.empty((rows, 1, self._blocks.routing(number).leaving), np.float32)
-                calls[number], state = partial(self._through_experts, number, state, next_state), next_state
+                calls[number], state = partial(self._run_experts, number, state, next_state), next_state
                 continue
             inputs = self._inputs(step, number, state, values)
             outputs = self._recurrent_outputs(step, number, inputs)
@@ -408,7 +408,7 @@ class ChainGenerationEngine:
                 step.key_values.append((cache, values[value].reshape(rows, cache.shape[1], -1)))
         return outputs
 
-    def _through_experts(self, number: int, state: FloatArray, next_state: FloatArray) -> None:
+    def _run_experts(self, number: int, state: FloatArray, next_state: FloatArray) -> None:
         """Write the hidden states after a layer's experts."""
         next_state[...] = self._experts.forward(number, [state])[0]
 
@@ -518,7 +518,7 @@ def open_generation_engine(
     Raises:
         BundleError, EngineError: see ChainGenerationEngine and device_runner.engines.blocks.Blocks.
     """
-    backend = choose(engine)
+    backend = choose_backend(engine)
     backend.runtime.prepare()
     if backend.reason:
         log(f"using the torch engine: {backend.reason}")

@@ -16,7 +16,7 @@ from device_runner.engines.activations import ActivationStore, Residuals, residu
 from device_runner.engines.blocks import Blocks
 from device_runner.engines.planning import at_least_two, slices
 from prge.engine import Array, FloatArray, IntArray
-from prge.formats.chain import FEWEST_TOKENS
+from prge.formats.chain import MIN_TOKENS
 from prge.formats.signatures import BACKWARD, BACKWARD_SAVED, FORWARD, FORWARD_SAVE, JVP
 from prge.numerics.vocabulary_shards import TargetLogProbs
 
@@ -36,7 +36,7 @@ class VocabularyHead:
         self._bounds = blocks.chain.bounds
         self._shards = range(len(blocks.chain.blocks) - blocks.chain.head_start)
 
-    def read(
+    def forward(
         self,
         states: FloatArray,
         targets: IntArray,
@@ -145,4 +145,4 @@ class VocabularyHead:
 
     def _slices(self, count: int, rows: int = 1) -> Iterator[slice]:
         """Yield slices of targets for one call; fewer targets if each needs several rows of logits."""
-        return slices(count, max(FEWEST_TOKENS, self._bounds.states // rows))
+        return slices(count, max(MIN_TOKENS, self._bounds.states // rows))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from device_runner.engines.activations import ActivationStore
-from device_runner.engines.backend import choose
+from device_runner.engines.backend import choose_backend
 from device_runner.engines.blocks import Blocks
 from device_runner.engines.chain_engine import ChainEngine
 from device_runner.engines.generator import ChainGenerationEngine
@@ -61,7 +61,7 @@ def open_engine(
     Raises:
         BundleError, EngineError: see device_runner.engines.blocks.Blocks.
     """
-    backend = choose(engine)
+    backend = choose_backend(engine)
     backend.runtime.prepare()
     # Blocks are tried before any engine runs: a forked child lacks the threads of a running pool.
     notes = [f"using the torch engine: {backend.reason}"] if backend.reason else []

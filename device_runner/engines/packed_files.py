@@ -40,7 +40,7 @@ from device_runner.engines.native.runtime import (
     without_threads,
 )
 from prge.engine import Array
-from prge.errors import BundleError, PrgeError
+from prge.errors import BundleError, PrgeError, as_clause
 from prge.formats.bundle import file_sha256
 from prge.system.atomic import flush_folder, storage_error, write_file
 from prge.system.regular_files import open_regular, read_regular
@@ -130,9 +130,9 @@ class PackedFiles:
                 write_file(compared, identity)
             return True
         except OSError as error:
-            self._refuse(storage_error(self._folder, error).what)
+            self._refuse(as_clause(storage_error(self._folder, error).what))
         except PrgeError as error:
-            self._refuse(error.what)
+            self._refuse(as_clause(error.what))
         return False
 
     def _name(self, program: HashedFile, weights: HashedFile) -> str:
@@ -199,13 +199,13 @@ def _check_content(file: HashedFile) -> None:
     except OSError as error:
         raise BundleError(
             f"{file.path} can't be read: {error.strerror or error}",
-            remedy="copy or export the bundle again",
+            remedy="Copy or export the bundle again.",
             code="file-unreadable",
         ) from None
     if digest != file.sha256:
         raise BundleError(
-            f"{file.path} is not the file that the manifest describes",
-            remedy="copy or export the bundle again",
+            f"{file.path} is not the file that the manifest describes.",
+            remedy="Copy or export the bundle again.",
             code="bundle-file-hash",
         )
 

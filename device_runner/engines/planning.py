@@ -17,8 +17,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from prge.engine import STATES_AT_ONCE, Array, IntArray
-from prge.formats.chain import FEWEST_TOKENS, Bounds
+from prge.engine import MAX_HIDDEN_STATES, Array, IntArray
+from prge.formats.chain import MIN_TOKENS, Bounds
 
 # Sequences are padded to multiples of this, so that more of them have the same length.
 _MULTIPLE = 8
@@ -31,7 +31,7 @@ def padded_length(tokens: int, bounds: Bounds) -> int:
     """
     if tokens > bounds.chunk:
         return tokens
-    return min(max(FEWEST_TOKENS, -(-tokens // _MULTIPLE) * _MULTIPLE), bounds.chunk)
+    return min(max(MIN_TOKENS, -(-tokens // _MULTIPLE) * _MULTIPLE), bounds.chunk)
 
 
 def micro_batches(lengths: IntArray, passes: int) -> Iterator[IntArray]:
@@ -45,7 +45,7 @@ def micro_batches(lengths: IntArray, passes: int) -> Iterator[IntArray]:
     held_states = 0
     for number in np.argsort(lengths, kind="stable").tolist():
         states = int(lengths[number]) * passes
-        if chosen and held_states + states > STATES_AT_ONCE:
+        if chosen and held_states + states > MAX_HIDDEN_STATES:
             yield np.array(chosen, np.int64)
             chosen, held_states = [], 0
         chosen.append(number)
@@ -83,16 +83,16 @@ def copies_together(length: int, bounds: Bounds) -> int:
     return bounds.copies if length <= bounds.chunk else 1
 
 
-def slices(stop: int, most: int, start: int = 0) -> Iterator[slice]:
-    """Split `start` to `stop` into as few slices of at most `most` elements as possible, of similar sizes."""
+def slices(stop: int, max_size: int, start: int = 0) -> Iterator[slice]:
+    """Split `start` to `stop` into the fewest slices of at most `max_size` elements, of similar sizes."""
     count = stop - start
-    parts = -(-count // most)
+    parts = -(-count // max_size)
     for part in range(parts):
         yield slice(start + part * count // parts, start + (part + 1) * count // parts)
 
 
 def at_least_two(rows: Array, axis: int = 0) -> Array:
     """Return contiguous rows of a matrix with at least two rows: a single row is repeated."""
-    if rows.shape[axis] < FEWEST_TOKENS:
-        rows = np.repeat(rows, FEWEST_TOKENS, axis)
+    if rows.shape[axis] < MIN_TOKENS:
+        rows = np.repeat(rows, MIN_TOKENS, axis)
     return np.ascontiguousarray(rows)

@@ -36,10 +36,10 @@ class Readout(ABC):
 
     @abstractmethod
     def _tokens_read(self, sequence: TokenSequence) -> int:
-        """The number of leading tokens that the outputs of a sequence depend on."""
+        """Return the number of leading tokens that the outputs of a sequence depend on."""
 
     def masks(self, rows: IntArray, length: int) -> Arrays:
-        """Attention masks of padded positions by input name, for sequences numbered by `rows`."""
+        """Return attention masks of padded positions by input name, for sequences numbered by `rows`."""
         return {}
 
     @abstractmethod
@@ -85,7 +85,7 @@ class LogProbabilities(Readout):
         copies, numbers = self._target_numbers(parts)
         states = self._take_target_states(parts, "hidden_states")
         if len(numbers):
-            outputs[copies, numbers] = self._head.read(states, self._tokens[numbers]).logprobs
+            outputs[copies, numbers] = self._head.forward(states, self._tokens[numbers]).logprobs
 
     def jvp(self, parts: Sequence[Batch], outputs: FloatArray, derivatives: FloatArray) -> None:
         """See Readout."""
@@ -95,7 +95,7 @@ class LogProbabilities(Readout):
             self._take_target_states(parts, "tangent_hidden_states"),
         )
         if len(numbers):
-            log_probs = self._head.read(states, self._tokens[numbers], tangents)
+            log_probs = self._head.forward(states, self._tokens[numbers], tangents)
             outputs[numbers], derivatives[:, numbers] = log_probs.logprobs, log_probs.tangents
 
     def vjp(
@@ -104,7 +104,7 @@ class LogProbabilities(Readout):
         """See Readout."""
         _, numbers = self._target_numbers(parts)
         states, outputs = self._take_target_states(parts, "hidden_states"), self.empty()
-        log_probs = self._head.read(states, self._tokens[numbers], store=store)
+        log_probs = self._head.forward(states, self._tokens[numbers], store=store)
         outputs[numbers] = log_probs.logprobs
         target_grads = self._head.backward(states, log_probs, grad_fn(outputs)[numbers], store)
         state_grads, start = [], 0

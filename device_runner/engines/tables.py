@@ -19,7 +19,7 @@ from prge.formats.signatures import PREFILL
 _KEPT = 8
 # dtypes of tables of values by distance.
 _DTYPES = {"F32": "float32", "I64": "int64"}
-_REMEDY = "export the bundle again"
+_REMEDY = "Export the bundle again."
 
 
 class Tables:
@@ -50,12 +50,12 @@ class Tables:
                     or len(values.get_shape()) != dimensions
                     or (is_relative and values.get_shape()[0] % 2 == 0)
                 ):
-                    raise BundleError(f"{path} has no table {number}", remedy=_REMEDY, code="table-missing")
+                    raise BundleError(f"{path} has no table {number}.", remedy=_REMEDY, code="table-missing")
                 rows = values.get_shape()[0]
                 rows = (rows + 1) // 2 if is_relative else rows
                 if rows < longest:
                     raise BundleError(
-                        f"{path}: table {number} is for {rows} tokens, the manifest says {longest}",
+                        f"{path}: table {number} is for {rows} tokens, the manifest says {longest}.",
                         remedy=_REMEDY,
                         code="table-of-other-length",
                     )

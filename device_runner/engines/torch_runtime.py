@@ -149,7 +149,7 @@ def runtime() -> Any:
                 raise KeyboardInterrupt from None
             problems.append(str(error))
     raise EngineError(
-        f"the ExecuTorch runtime can't be imported: {problems[0]}",
+        f"The ExecuTorch runtime can't be imported: {problems[0]}",
         remedy="pip install executorch",
         code="package-not-importable",
     )

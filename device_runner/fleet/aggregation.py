@@ -21,7 +21,7 @@ _COLUMNS = 1 << 16
 # A result whose negative cosine exceeds _OPPOSITION_SHARE times the median cosine lowers the device's trust,
 # measured in standard deviations of chance. Earlier rounds decay by _TRUST_DECAY; chance alone gives a
 # deviation of 1.7.
-_OPPOSITION_SHARE, _LARGEST_CHANGE, _TRUST_DECAY, _LEAST_TRUST = 0.25, 4.0, 0.8, -3.5
+_OPPOSITION_SHARE, _LARGEST_CHANGE, _TRUST_DECAY, _MIN_TRUST = 0.25, 4.0, 0.8, -3.5
 
 
 def count_values(plan: Plan, size: int) -> int:
@@ -33,9 +33,9 @@ def check_result(result: RoundResult, agreement: Agreement, size: int) -> None:
     """Check that a result belongs to an agreement and has finite values of the right shape.
 
     Args:
-        result: from a device.
-        agreement: of the fleet.
-        size: of the adapter.
+        result: the result of a device.
+        agreement: the agreement of the fleet.
+        size: the number of values of the adapter.
 
     Raises:
         TaskRefusedError: the result does not.
@@ -84,8 +84,8 @@ def shorten_outliers(
     Needs at least three results: of two, neither can be called too long.
 
     Args:
-        results: by device.
-        plan: of the fleet.
+        results: the results by device.
+        plan: the plan of the fleet.
 
     Returns:
         The results, and the devices whose results were scaled down.
@@ -113,8 +113,8 @@ def find_opposed_results(
     device with unusual rows is roughly orthogonal to the others, and seldom opposes them.
 
     Args:
-        results: of a round, by device.
-        plan: of the fleet.
+        results: the results of a round, by device.
+        plan: the plan of the fleet.
         previous_trust: trust of the devices before this round.
 
     Returns:
@@ -133,7 +133,7 @@ def find_opposed_results(
         for node, chance in zip(results, chances.clip(-_LARGEST_CHANGE, _LARGEST_CHANGE), strict=True)
     }
     worst = sorted(trust, key=lambda node: trust[node])[: (len(results) - 1) // 3]
-    return [node for node in worst if trust[node] < _LEAST_TRUST], trust
+    return [node for node in worst if trust[node] < _MIN_TRUST], trust
 
 
 def aggregate(table: FloatArray, plan: Plan) -> FloatArray:
@@ -151,7 +151,7 @@ def aggregate(table: FloatArray, plan: Plan) -> FloatArray:
     return result.reshape(table.shape[1:])
 
 
-def aggregate_projected_gradients(scalars: FloatArray, plan: Plan) -> FloatArray:
+def aggregate_projected_gradients(projected_gradients: FloatArray, plan: Plan) -> FloatArray:
     """Aggregate projected gradients [devices, n] to f32 [n].
 
     A projected gradient is mostly noise of its rows, and each has a direction of its own. The influence of a
@@ -160,7 +160,7 @@ def aggregate_projected_gradients(scalars: FloatArray, plan: Plan) -> FloatArray
     Clipping around zero: Karimireddy et al. 2021, arXiv 2012.10333.
     """
     if plan.combine != "trimmed":
-        return aggregate(scalars, plan)
-    lengths = np.linalg.norm(scalars.astype(np.float64), axis=1)
+        return aggregate(projected_gradients, plan)
+    lengths = np.linalg.norm(projected_gradients.astype(np.float64), axis=1)
     shares = np.minimum(1.0, np.median(lengths) / np.maximum(lengths, np.finfo(np.float32).tiny))
-    return np.asarray((scalars * shares[:, None]).mean(0), np.float32)
+    return np.asarray((projected_gradients * shares[:, None]).mean(0), np.float32)

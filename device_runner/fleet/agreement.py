@@ -30,7 +30,7 @@ from prge.training.optimizers import OptimizerName, ScheduleName
 from prge.training.recipe import Recipe
 from prge.training.settings import LearningRateFlags, OptimizerFlags
 
-MOST_AGREEMENT_BYTES = 1 << 16
+MAX_AGREEMENT_BYTES = 1 << 16
 HASH_BYTES = 16
 # Within these bounds, grid values fit 64-bit integers and their products fit float32.
 _WITH_NOISE = {"noise": (1e-3, 1e6), "max_grad_norm": (1e-6, 1e6)}
@@ -129,9 +129,9 @@ class Plan(OptimizerFlags, LearningRateFlags):
             problems.append(f"--warmup-steps is {self.warmup_steps}, but there are only {self.steps} steps")
         if problems:
             raise ConfigError(
-                "These settings cannot be used:",
+                "These settings can't be used:",
                 problems,
-                remedy="see `prge fleet serve --help`",
+                remedy="See `prge fleet serve --help`.",
                 code="settings-unusable",
             )
 
@@ -187,7 +187,7 @@ class Agreement:
     """A plan and what it applies to.
 
     Attributes:
-        name: identifies the fleet among others with the same plan.
+        name: the name, which identifies the fleet among others with the same plan.
         plan: how the fleet trains.
         bundle: SHA-256 of the bundle.
         task: SHA-256 of the task; empty without one.
@@ -215,10 +215,10 @@ class Agreement:
         """Parse the bytes of `content`.
 
         Raises:
-            ConfigError: the bytes are not an agreement, or its settings cannot be used.
+            ConfigError: the bytes are not an agreement, or its settings can't be used.
         """
         try:
-            if len(content) > MOST_AGREEMENT_BYTES:
+            if len(content) > MAX_AGREEMENT_BYTES:
                 raise ValueError(f"it has {len(content)} bytes")
             values = parse_json(content)
             plan = _parse_plan(values.pop("plan"))
@@ -230,7 +230,7 @@ class Agreement:
             raise ConfigError(
                 "The server sent an invalid agreement:",
                 [str(error)],
-                remedy="use the same version of prge on both sides",
+                remedy="Use the same version of prge on both sides.",
                 code="agreement-unreadable",
             ) from None
 
@@ -242,8 +242,8 @@ def _parse_plan(content: Any) -> Plan:
         raise ConfigError(
             "The fleet's plan is from another version of prge:",
             [f"this version has no setting {', '.join(old_names)}"],
-            remedy="use the same version of prge on the server and all devices, or start a new fleet in "
-            "another folder",
+            remedy="Use the same version of prge on the server and all devices, or start a new fleet in "
+            "another folder.",
             code="settings-of-other-version",
         )
     return settings_from_mapping(Plan, content, "the server's plan")

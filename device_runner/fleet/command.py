@@ -60,7 +60,7 @@ def _check(name: str) -> None:
     if sys.version_info < (3, 11) and name in NETWORKED:
         raise PrgeError(
             f"`prge fleet {name}` needs Python 3.11 or newer, because Flower does.",
-            remedy=f"this is {platform.python_version()}",
+            remedy=f"This is {platform.python_version()}.",
             code="python-too-old",
         )
 

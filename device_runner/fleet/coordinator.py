@@ -50,14 +50,14 @@ from prge.formats.journal import GRADIENT, Journal, Record, encode_array
 from prge.formats.run_folder import CHECKPOINTS, FINAL, JOURNAL, check_new_run
 from prge.objectives.classification_head import Head
 from prge.system.atomic import write_file
-from prge.training.checkpoint import TrainingState, keep_state, load_best, load_latest, write_result
+from prge.training.checkpoint import TrainingState, load_best, load_latest, save_and_prune, write_result
 from prge.training.encoder_heads import Heads
 from prge.training.estimators.directions import philox
 from prge.training.loop import loss_has_risen
 
 AGREEMENT = "agreement.json"
 # Stop after this many consecutive rounds without enough results.
-MOST_SILENT_ROUNDS = 3
+MAX_SILENT_ROUNDS = 3
 _PICK_STREAM = 2**64 - 2
 # The step of a device whose state is unknown: its next task carries the full state.
 _NO_STATE = -1
@@ -118,7 +118,7 @@ class _Device:
     """What the server knows about a device.
 
     Attributes:
-        step: of the global state that the device has, or _NO_STATE.
+        step: the step of the global state that the device has, or _NO_STATE.
         has_agreement: whether the device has received the agreement.
         is_spent: whether the device's privacy budget is spent.
         trust: running agreement score; see `find_opposed_results`.
@@ -143,7 +143,7 @@ def begin_fleet(
         head: the initial classification head of an encoder.
 
     Raises:
-        RunError: the folder holds a run, or cannot be written.
+        RunError: the folder holds a run, or can't be written.
     """
     if not (folder / JOURNAL).is_file():
         check_new_run(folder, [AGREEMENT])
@@ -153,7 +153,7 @@ def begin_fleet(
         if journal.first("start") is not None:
             raise RunError(
                 f"{folder} already holds a run.",
-                remedy=f"resume it with `prge fleet serve --resume {folder}`, or give another folder",
+                remedy=f"Resume it with `prge fleet serve --resume {folder}`, or give another folder.",
                 code="run-exists",
             )
         # Written last: a folder with this record has all of its initial files.
@@ -165,18 +165,18 @@ def begin_fleet(
 
 
 def has_begun(folder: Path) -> bool:
-    """Whether a folder holds a fleet."""
+    """Return whether a folder holds a fleet."""
     return Journal(folder / JOURNAL, writable=False).first("start") is not None
 
 
 def read_agreement(folder: Path) -> Agreement:
-    """Read the agreement of a fleet's folder; raises RunError if this version of prge cannot use it."""
+    """Read the agreement of a fleet's folder; raises RunError if this version of prge can't use it."""
     try:
         return Agreement.parse((folder / AGREEMENT).read_bytes())
     except (OSError, ConfigError) as error:
         raise RunError(
             f"{folder / AGREEMENT} is not from this version of prge: {error}",
-            remedy="use the version that started the fleet, or start a new fleet in another folder",
+            remedy="Use the version that started the fleet, or start a new fleet in another folder.",
             code="agreement-of-other-version",
         ) from None
 
@@ -203,7 +203,7 @@ class Coordinator:
         finished_rounds: the journal's records of the rounds that are over.
 
     Args:
-        folder: of the fleet.
+        folder: the folder of the fleet.
         bundle: the fleet's bundle.
         flags: how to run rounds.
         score: evaluates a state on the server's development rows.
@@ -222,7 +222,7 @@ class Coordinator:
         if not has_begun(folder):
             raise RunError(
                 f"{folder} does not contain a fleet.",
-                remedy="start a fleet with `prge fleet serve`",
+                remedy="Start a fleet with `prge fleet serve`.",
                 code="not-a-fleet",
             )
         self.folder = folder
@@ -234,7 +234,7 @@ class Coordinator:
         if self.agreement.bundle != bundle.sha256:
             raise RunError(
                 f"{folder} is a fleet with another bundle.",
-                remedy="give the bundle that the fleet was started with",
+                remedy="Give the bundle that the fleet was started with.",
                 code="bundle-differs",
             )
         self.journal = Journal(folder / JOURNAL)
@@ -262,7 +262,7 @@ class Coordinator:
         return len(self.finished_rounds)
 
     @property
-    def most_bytes(self) -> int:
+    def max_bytes(self) -> int:
         """Size in bytes of the largest result that the plan allows."""
         values, losses = count_values(self.plan, self.state.adapter.size), self.plan.local_steps
         zeros = np.zeros(max(values, losses), np.float32)
@@ -296,7 +296,7 @@ class Coordinator:
         were.
 
         Args:
-            messages: by device.
+            messages: the messages by device.
 
         Raises:
             RunError: too few devices answered several rounds in a row; or the disk is full.
@@ -512,7 +512,7 @@ class Coordinator:
         return state, scores, ""
 
     def _is_due(self, rounds: int) -> bool:
-        """Whether an evaluation is due after this many rounds."""
+        """Return whether an evaluation is due after this many rounds."""
         every = self.flags.eval_steps or self.plan.rounds
         return self.finished or rounds >= self.plan.rounds or rounds % every == 0
 
@@ -538,7 +538,7 @@ class Coordinator:
 
     def _save_checkpoint(self) -> None:
         template, gradients = self.bundle.adapter, self.plan.sends_projected_gradients
-        keep_state(self.folder, self.state, template, self.journal, 0, gradients)
+        save_and_prune(self.folder, self.state, template, self.journal, 0, gradients)
 
     def _truncate_unfinished_round(self) -> None:
         """Remove the steps of a round that a kill interrupted."""
@@ -562,7 +562,7 @@ class Coordinator:
         """
         self._silent_rounds += 1
         # After several rounds, any device that could continue has been asked.
-        patient = self._silent_rounds < MOST_SILENT_ROUNDS
+        patient = self._silent_rounds < MAX_SILENT_ROUNDS
         nodes = self._devices if patient else self._task_sizes
         self.privacy_is_spent = bool(nodes) and all(self._device(node).is_spent for node in nodes)
         if patient or self.privacy_is_spent:
@@ -570,6 +570,6 @@ class Coordinator:
         reasons = "; ".join(f"{node}: {reason}" for node, reason in list(refused.items())[:3]) or "no answer"
         raise RunError(
             f"No round was completed, {self._silent_rounds} times in a row: {reasons}",
-            remedy=f"when devices are available, resume with `prge fleet serve --resume {self.folder}`",
+            remedy=f"When devices are available, resume with `prge fleet serve --resume {self.folder}`.",
             code="devices-silent",
         )

@@ -54,7 +54,7 @@ from prge.training.checkpoint import TrainingState
 from prge.training.checkpoint_heads import load_bundle_task
 from prge.training.settings import ExampleFlags
 
-DEVICE, OWN, LEDGER, FLEETS = "device.yaml", "own.json", "ledger.jsonl", "fleets"
+DEVICE, SEED_FILE, LEDGER, FLEETS = "device.yaml", "own.json", "ledger.jsonl", "fleets"
 AGREEMENT, STATE, ANSWER, ROUND = "agreement.json", "state.safetensors", "answer.bin", "round"
 # Agreements whose states are kept; a fleet that returns after more than these others sends its state again.
 KEPT_FLEETS = 4
@@ -78,7 +78,7 @@ def make_device(folder: Path, settings: DeviceSettings) -> None:
     """Write the settings of a device to a folder; an existing seed and ledger stay.
 
     Raises:
-        PrgeError: the bundle, the task or the policy cannot be used, or the folder cannot be written.
+        PrgeError: the bundle, the task or the policy can't be used, or the folder can't be written.
     """
     open_bundle(settings.bundle)
     if settings.task:
@@ -87,8 +87,8 @@ def make_device(folder: Path, settings: DeviceSettings) -> None:
     whole = with_absolute_paths(settings.with_date(), keep=hub_names(settings, ["train"]))
     with run_lock(folder):
         write_settings(folder / DEVICE, settings_to_yaml(whole))
-        if not (folder / OWN).exists():
-            write_file(folder / OWN, json.dumps({"rows_seed": secrets.randbits(63)}).encode())
+        if not (folder / SEED_FILE).exists():
+            write_file(folder / SEED_FILE, json.dumps({"rows_seed": secrets.randbits(63)}).encode())
 
 
 def answer(folder: Path, content: bytes) -> bytes:
@@ -97,7 +97,7 @@ def answer(folder: Path, content: bytes) -> bytes:
     Errors about rows, files and settings name private things: the server learns only that there was an error.
 
     Raises:
-        RunError: the folder is not a device's, or cannot be written.
+        RunError: the folder is not a device's, or can't be written.
     """
     with run_lock(folder):
         try:
@@ -120,7 +120,7 @@ class _Round:
         if not (folder / DEVICE).is_file():
             raise RunError(
                 f"{folder} is not the folder of a device.",
-                remedy="create one with `prge fleet join`",
+                remedy="Create one with `prge fleet join`.",
                 code="not-a-device-folder",
             )
         self.folder = folder
@@ -159,14 +159,14 @@ class _Round:
         local, _ = open_local(self.plan, self.bundle, settings)
         line, privacy_epsilon = self._count_round(ledger, line, local)
         if not self._catch_up(state, stopped):
-            raise self._out_of_time()
+            raise self._out_of_time_error()
         taken = ledger.steps_before(task.sha256.hex(), task.number)
-        seed = read_json(self.folder / OWN)["rows_seed"]
+        seed = read_json(self.folder / SEED_FILE)["rows_seed"]
         try:
             with Journal(folder / JOURNAL) as journal:
                 update = local.train(state, journal, seed, taken, stopped)
             if update is None:
-                raise self._out_of_time()
+                raise self._out_of_time_error()
             content = encode_result(self.agreement, task.number, state.step, privacy_epsilon, update)
         except DivergenceError:
             # Stored like a result: sampling new noise might lead to another outcome.
@@ -175,7 +175,7 @@ class _Round:
         ledger.mark_answered(line)
         return content
 
-    def _out_of_time(self) -> TaskRefusedError:
+    def _out_of_time_error(self) -> TaskRefusedError:
         # The time that the round took is not revealed, because it depends on the rows.
         return TaskRefusedError(f"out of time: a round may take {self.seconds:g} s", code="round-out-of-time")
 
@@ -202,11 +202,11 @@ class _Round:
         if agreement.bundle != self.bundle.sha256:
             own_hash = self.bundle.sha256
             raise TaskRefusedError(
-                f"the fleet's bundle is {agreement.bundle[:12]}, mine is {own_hash[:12]}",
+                f"the fleet's bundle is {agreement.bundle[:12]}, the device's is {own_hash[:12]}",
                 code="bundle-differs",
             )
         if agreement.task != task_sha256(task):
-            raise TaskRefusedError("the fleet's task is not mine", code="task-differs")
+            raise TaskRefusedError("the fleet's task is not the device's", code="task-differs")
         # Discarded rounds have no steps, so that there may be fewer rounds with steps than rounds.
         rounds, rest = divmod(
             self.task.step, agreement.plan.local_steps if agreement.plan.sends_projected_gradients else 1
@@ -338,8 +338,8 @@ class _Round:
     def _make_stopped(self) -> Callable[[], bool]:
         """Return a function that waits for the owner's conditions and says if the round's time is over."""
         held = _RoundWait(self.began + self.seconds)
-        gates = Pauses(self.policy.constraints())
-        return lambda: gates.wait(held)
+        pauses = Pauses(self.policy.constraints())
+        return lambda: pauses.wait(held)
 
 
 class _RoundWait:

@@ -41,10 +41,10 @@ class LocalTrainer:
     """Takes a plan's steps on a device's rows.
 
     Attributes:
-        plan: of the fleet.
-        engine: of the device's bundle.
-        examples: of the device's rows.
-        draw: samples noise.
+        plan: the plan of the fleet.
+        engine: the engine of the device's bundle.
+        examples: the examples of the device's rows.
+        draw: a function that samples noise.
         data: SHA-256 of the file with the rows.
     """
 
@@ -66,8 +66,8 @@ class LocalTrainer:
 
         Args:
             start: the global state at the start of the round; it is not changed.
-            journal: of this device in this round.
-            rows_seed: of the order of this device's rows.
+            journal: the journal of this device in this round.
+            rows_seed: the seed of the order of this device's rows.
             taken: steps that the device took before; the order of the rows continues there.
             stopped: whether to give up.
 
@@ -134,20 +134,20 @@ def open_local(plan: Plan, bundle: Bundle, settings: RunSettings) -> tuple[Local
     """Read a device's rows and open the engine for the steps of a plan.
 
     Args:
-        plan: of the fleet.
-        bundle: of the device.
-        settings: of a `prge run` that takes the plan's steps, with the device's rows and engine.
+        plan: the plan of the fleet.
+        bundle: the bundle of the device.
+        settings: the settings of a `prge run` that takes the plan's steps, with the device's rows and engine.
 
     Raises:
-        PrgeError: the rows or the bundle cannot be used.
+        PrgeError: the rows or the bundle can't be used.
     """
     inputs = read_inputs(bundle, settings)
     warn_unread(inputs.train_report)
     if isinstance(inputs.objective, Preference):
         raise ConfigError(
-            f"{describe_paths(settings.train)} cannot be used by a fleet:",
+            f"{describe_paths(settings.train)} can't be used by a fleet:",
             ["its rows are preferences, which need reference scores that rounds do not carry"],
-            remedy="give rows of completions, or train on this device only, with `prge run`",
+            remedy="Give rows of completions, or train on this device only, with `prge run`.",
             code="rows-of-preferences",
         )
     if not plan.sends_projected_gradients and plan.max_grad_norm:
@@ -172,8 +172,8 @@ def encode_result(
     """Encode the result of a round.
 
     Args:
-        agreement, number, step: of the task.
-        privacy_epsilon: that the device has spent, with this round.
+        agreement, number, step: as in the task.
+        privacy_epsilon: the epsilon that the device has spent, with this round.
         update: losses, and projected gradients or the change of the adapter.
     """
     examples = agreement.plan.examples * agreement.plan.local_steps

@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from device_runner.fleet.agreement import MOST_AGREEMENT_BYTES
+from device_runner.fleet.agreement import MAX_AGREEMENT_BYTES
 from prge.engine import FloatArray
 from prge.errors import PrgeError, printable, shortened
 from prge.formats.journal import Record
 
-FORM = 2
-MOST_BYTES = 1 << 30
+FORMAT_VERSION = 2
+MAX_BYTES = 1 << 30
 _LONGEST_TEXT = 500
 _TASK, _DONE, _REFUSED = range(3)
 _STEPS_HEAD, _TASK_HEAD, _ANSWER_HEAD = "<III", "<16sIIfIII", "<16sIIIfII"
@@ -63,7 +63,7 @@ class RoundSteps:
         """Decode what `to_bytes` encoded.
 
         Args:
-            reader: at the first byte of the steps.
+            reader: a reader at the first byte of the steps.
             shape: number of steps and of projected gradients per step that the plan has; None: any.
 
         Raises:
@@ -82,9 +82,9 @@ class RoundSteps:
         """Return the steps as journal records, as `prge run` writes them.
 
         Args:
-            number: of the round.
-            seed: of the directions.
-            shape: of a step's projected gradients.
+            number: the number of the round.
+            seed: the seed of the directions.
+            shape: the shape of a step's projected gradients.
         """
         return [
             {
@@ -102,11 +102,11 @@ class RoundSteps:
     @classmethod
     def of_records(cls, records: Sequence[Record]) -> RoundSteps:
         """Return the steps of one round from the journal's records; inverse of `records`."""
-        rates, losses, scalars = (
+        rates, losses, gradients = (
             np.array([record[name] for record in records], np.float32)
             for name in ("learning_rate", "loss", "projected_gradients")
         )
-        return cls(records[0]["step"], rates, losses, scalars.reshape(len(records), -1))
+        return cls(records[0]["step"], rates, losses, gradients.reshape(len(records), -1))
 
 
 @dataclass(frozen=True)
@@ -115,8 +115,8 @@ class RoundTask:
 
     Attributes:
         sha256: hash of the agreement.
-        number: of the round.
-        step: at which the round begins.
+        number: the number of the round.
+        step: the step at which the round begins.
         seconds: how long the server waits for a result.
         agreement: its content; empty if the device has it.
         missed: encoded steps of the rounds that the device missed, one after another.
@@ -154,7 +154,7 @@ class RoundTask:
         if (message_type := reader.read_type()) != _TASK:
             raise MessageError(f"a message of type {message_type}, not a task", code="message-of-other-type")
         sha256, number, step, seconds, *sizes = reader.unpack(_TASK_HEAD)
-        if sizes[0] > MOST_AGREEMENT_BYTES or not 0 <= seconds < 1e9:
+        if sizes[0] > MAX_AGREEMENT_BYTES or not 0 <= seconds < 1e9:
             raise MessageError("a task with values out of bounds", code="message-damaged")
         task = cls(sha256, number, step, seconds, *map(reader.read_bytes, sizes))
         reader.expect_end()
@@ -167,9 +167,9 @@ class RoundResult:
 
     Attributes:
         sha256: hash of the agreement.
-        number: of the round.
-        step: of the global adapter that the device started from.
-        examples: that its steps took.
+        number: the number of the round.
+        step: the step of the global adapter that the device started from.
+        examples: the number of examples that its steps took.
         privacy_epsilon: what the device has spent so far, with this round.
         losses: f32 [K].
         values: projected gradients, f32 [K * projected gradients per step], or the change of the adapter, f32
@@ -236,7 +236,7 @@ class MessageReader:
     """Decodes a message from its first byte; raises MessageError if the message is too short or too long."""
 
     def __init__(self, content: bytes) -> None:
-        if not isinstance(content, bytes) or len(content) > MOST_BYTES:
+        if not isinstance(content, bytes) or len(content) > MAX_BYTES:
             raise MessageError("a message that is not bytes, or is too large", code="message-damaged")
         self._content = memoryview(content)
         self._offset = 0
@@ -249,10 +249,10 @@ class MessageReader:
     def read_type(self) -> int:
         """Check the format version and return the message type."""
         version, message_type = self.unpack("<BB")
-        if version != FORM:
+        if version != FORMAT_VERSION:
             raise MessageError(
-                f"a message of form {version}, but this version of prge uses form {FORM}",
-                remedy="use the same version of prge on both sides",
+                f"a message of form {version}, but this version of prge uses form {FORMAT_VERSION}",
+                remedy="Use the same version of prge on both sides.",
                 code="message-of-other-version",
             )
         return int(message_type)
@@ -281,7 +281,7 @@ class MessageReader:
 
 
 def _encode_header(message_type: int) -> bytes:
-    return struct.pack("<BB", FORM, message_type)
+    return struct.pack("<BB", FORMAT_VERSION, message_type)
 
 
 def _encode_floats(values: FloatArray) -> bytes:

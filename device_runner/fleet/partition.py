@@ -20,7 +20,7 @@ def partition_examples(examples: Sequence[Example], devices: int, how: str, seed
         how: `even`; or `dirichlet:A`, which splits each class by shares from a Dirichlet distribution with
             all parameters A: the smaller A, the fewer classes a device has (Hsu et al. 2019, arXiv
             1909.06335).
-        seed: of the shares and the order.
+        seed: the seed of the shares and the order.
 
     Returns:
         The examples of each device.
@@ -66,4 +66,4 @@ def partition_examples(examples: Sequence[Example], devices: int, how: str, seed
 
 
 def _error(code: str, problem: str, remedy: str) -> ConfigError:
-    return ConfigError("The rows cannot be partitioned:", [problem], remedy=remedy, code=code)
+    return ConfigError("The rows can't be partitioned:", [problem], remedy=remedy, code=code)

@@ -7,7 +7,7 @@
     only_charging: true
     hours: 22-6
 
-A server cannot change the policy: the device refuses a plan that exceeds it, and names the setting.
+A server can't change the policy: the device refuses a plan that exceeds it, and names the setting.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ class Policy:
             problems.append(f"--hours is {self.hours!r}, must be like 22-6")
         if problems:
             raise ConfigError(
-                "The policy cannot be used:",
+                "The policy can't be used:",
                 problems,
-                remedy="correct the policy file",
+                remedy="Correct the policy file.",
                 code="settings-unusable",
             )
 

@@ -57,7 +57,7 @@ class FleetServeSettings(ServerSettings):
         if removed := sorted(_REMOVED_SETTINGS & stored.keys()):
             raise RunError(
                 f"These settings are from another version of prge; this version has no {', '.join(removed)}.",
-                remedy="use the version that started the fleet, or start a new fleet in another folder",
+                remedy="Use the version that started the fleet, or start a new fleet in another folder.",
                 code="settings-of-other-version",
             )
         return dict(stored)
@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
     if settings.resume is None and (settings.out / SETTINGS).is_file():
         raise RunError(
             f"{settings.out} already holds a fleet.",
-            remedy=f"resume it with `prge fleet serve --resume {settings.out}`, or give another folder",
+            remedy=f"Resume it with `prge fleet serve --resume {settings.out}`, or give another folder.",
             code="run-exists",
         )
     with watched_memory(settings.memory, _print):
@@ -81,7 +81,7 @@ def serve(settings: FleetServeSettings) -> Path:
     """Run the remaining rounds of a fleet, and return the folder of the final adapter.
 
     Raises:
-        PrgeError: the input is invalid, the address cannot be listened at, or no device answers round after
+        PrgeError: the input is invalid, the address can't be listened at, or no device answers round after
             round.
     """
     from device_runner.fleet.network.keys import ServerKeys
@@ -94,7 +94,7 @@ def serve(settings: FleetServeSettings) -> Path:
         stored_settings = with_absolute_paths(replace(settings, resume=None))
         write_settings(settings.out / SETTINGS, settings_to_yaml(stored_settings))
         if not coordinator.finished:
-            with superlink(settings.out, settings.host, settings.port, keys, coordinator.most_bytes) as link:
+            with superlink(settings.out, settings.host, settings.port, keys, coordinator.max_bytes) as link:
                 whom = "anyone, without encryption" if keys is None else f"{len(keys.devices)} devices"
                 _print(f"listening at {link.address} for {whom}; press Ctrl-C to stop")
                 names = link.names()
@@ -111,9 +111,9 @@ def check_keys(keys: Path | None, insecure: bool) -> None:
     """Raise ConfigError unless exactly one of the two settings is given."""
     if (keys is None) != insecure:
         raise ConfigError(
-            "These settings cannot be used:",
+            "These settings can't be used:",
             ["give --keys or --insecure, and not both"],
-            remedy="`prge fleet keys` creates keys for a server and its devices",
+            remedy="`prge fleet keys` creates keys for a server and its devices.",
             code="settings-unusable",
         )
 

@@ -106,12 +106,12 @@ def open_fleet(settings: ServerSettings, opened: OpenEngine | None = None) -> Co
     """Open the coordinator of the fleet in `settings.out`, and start the fleet if there is none.
 
     Args:
-        settings: of the server.
+        settings: the settings of the server.
         opened: engine of the bundle, if it is already open; otherwise one is opened if rows have to be
             evaluated.
 
     Raises:
-        PrgeError: the bundle, rows or folder cannot be used, or the folder belongs to another fleet.
+        PrgeError: the bundle, rows or folder can't be used, or the folder belongs to another fleet.
     """
     plan = select_settings(Plan, settings)
     bundle = open_bundle(settings.bundle)
@@ -142,7 +142,7 @@ def open_fleet(settings: ServerSettings, opened: OpenEngine | None = None) -> Co
                 for name in vars(plan)
                 if getattr(stored_agreement.plan, name) != getattr(plan, name)
             ],
-            remedy=f"resume it with `prge fleet serve --resume {settings.out}`, or give another folder",
+            remedy=f"Resume it with `prge fleet serve --resume {settings.out}`, or give another folder.",
             code="plan-differs",
         )
     return coordinator
@@ -172,7 +172,7 @@ def _head(
         raise ConfigError(
             "A fleet with an encoder needs a classification head and a task:",
             ["devices keep their rows, and the server has no rows to fit the head to"],
-            remedy="give --task, and --head-rows with a few labelled rows, or --adapter with a run's head",
+            remedy="Give --task, and --head-rows with a few labelled rows, or --adapter with a run's head.",
             code="head-missing",
         )
     return head

@@ -89,14 +89,14 @@ def simulate(settings: SimulateSettings, on_round: Callable[[RoundReport], None]
     """Train a simulated fleet, or resume a simulation that was killed in the same folder.
 
     Args:
-        settings: of the simulation.
+        settings: the settings of the simulation.
         on_round: called with the report of each round.
 
     Returns:
         The figures of the simulation.
 
     Raises:
-        PrgeError: settings, rows or bundle cannot be used, or the folder belongs to another simulation.
+        PrgeError: settings, rows or bundle can't be used, or the folder belongs to another simulation.
     """
     simulation = Simulation(settings)
     with open_fleet(simulation.settings, simulation.opened) as fleet:
@@ -165,7 +165,7 @@ class Simulation:
         elif not path.is_file() or read_json(path) != self.identity:
             raise RunError(
                 f"{fleet.folder} is a fleet with other devices or rows.",
-                remedy="give another folder with --out",
+                remedy="Give another folder with --out.",
                 code="rows-differ",
             )
         for record in fleet.finished_rounds:
@@ -176,15 +176,15 @@ class Simulation:
         """Run one round: simulate its devices, and hand their results to the server."""
         begin = time.perf_counter()
         tasks = fleet.tasks(range(len(self.seeds)))
-        asked_at, number = time.perf_counter(), fleet.round
+        tasks_at, number = time.perf_counter(), fleet.round
         answers = {
             device: message for device in tasks if (message := self._answer(fleet, device)) is not None
         }
-        answered_at = time.perf_counter()
+        answers_at = time.perf_counter()
         report = fleet.receive(answers)
         self.seconds[number] = {
-            "device_seconds": (answered_at - asked_at) / len(tasks),
-            "server_seconds": time.perf_counter() - answered_at + asked_at - begin,
+            "device_seconds": (answers_at - tasks_at) / len(tasks),
+            "server_seconds": time.perf_counter() - answers_at + tasks_at - begin,
         }
         return report
 

@@ -26,7 +26,7 @@ from prge.training.recipe import Recipe
 ADAPTER, HEAD, PROGRESS = "adapter", "head", "progress"
 # Floats hardly compress, so that a higher level only costs time.
 _LEVEL = 1
-_MOST_HEADER = 1 << 16
+_MAX_HEADER = 1 << 16
 
 
 def global_recipe(plan: Plan) -> Recipe:
@@ -58,11 +58,11 @@ def replay_steps(
     """Apply the steps of the rounds that a device missed.
 
     Args:
-        state: is changed.
+        state: the state, which is changed.
         missed: steps of one round each.
-        plan: of the fleet.
-        estimator: restores gradients; see `replayer`.
-        number: of the present round.
+        plan: the plan of the fleet.
+        estimator: the estimator that restores gradients; see `replay_estimator`.
+        number: the number of the present round.
         stopped: whether to give up, asked before each round.
 
     Returns:
@@ -87,7 +87,7 @@ def replay_steps(
 
 
 def apply_steps(state: TrainingState, records: Iterable[Record], estimator: Estimator) -> str:
-    """Apply global steps to the state; returns what is no longer finite after them, or an empty string."""
+    """Apply global steps to the state; return what is no longer finite after them, or an empty string."""
     with np.errstate(over="ignore", invalid="ignore"):
         for record in records:
             gradient = estimator.gradient(record, record["seed"], state.step, state.adapter.modules)
@@ -114,11 +114,11 @@ def unpack_state(
     """Decode what `pack_state` encoded.
 
     Args:
-        content: from a message.
-        plan: of the fleet.
+        content: the bytes from a message.
+        plan: the plan of the fleet.
         modules: adapted modules of the device's bundle.
-        width: of an encoder's hidden states.
-        classes: of an encoder's head; 0 without one.
+        width: the width of an encoder's hidden states.
+        classes: the number of classes of an encoder's head; 0 without one.
 
     Raises:
         MessageError: the bytes are not a state of this fleet.
@@ -126,7 +126,7 @@ def unpack_state(
     try:
         state = initial_state(plan, Adapter.zeros(modules), Head(classes, width) if classes else None)
         expected = _arrays(state)
-        content = _unpacked(content, most=sum(array.nbytes for array in expected.values()) + _MOST_HEADER)
+        content = _unpacked(content, max_bytes=sum(array.nbytes for array in expected.values()) + _MAX_HEADER)
         arrays = safetensors.numpy.load(content)
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
         progress = json.loads(header["__metadata__"][PROGRESS])
@@ -148,12 +148,12 @@ def unpack_state(
         raise MessageError(f"a state that does not fit the bundle: {error}", code="state-unusable") from None
 
 
-def _unpacked(content: bytes, most: int) -> bytes:
-    """Decompress bytes; raises ValueError if they would be more than `most` bytes."""
+def _unpacked(content: bytes, max_bytes: int) -> bytes:
+    """Decompress bytes; raises ValueError if they would be more than `max_bytes` bytes."""
     reader = zlib.decompressobj()
-    decompressed = reader.decompress(content, most)
+    decompressed = reader.decompress(content, max_bytes)
     if not reader.eof:
-        raise ValueError(f"it is truncated, or has more than {most} bytes")
+        raise ValueError(f"it is truncated, or has more than {max_bytes} bytes")
     return decompressed
 
 

@@ -43,14 +43,14 @@ class FleetStatus:
     """The status of a fleet.
 
     Attributes:
-        folder: of the server.
+        folder: the folder of the server.
         state: done, running or stopped.
-        rounds: that are over.
+        rounds: the number of rounds that are over.
         of: rounds of the plan.
-        steps: of the global adapter.
-        devices: by name.
-        bytes_up, bytes_down: of all rounds.
-        loss: of the last round.
+        steps: the number of steps of the global adapter.
+        devices: the devices by name.
+        bytes_up, bytes_down: the bytes of all rounds.
+        loss: the loss of the last round.
         privacy_epsilon: the largest that a device has spent.
         evaluation: the newest scores on the development rows.
     """
@@ -90,7 +90,7 @@ def read_status(folder: Path) -> FleetStatus:
     if not (folder / JOURNAL).is_file():
         raise RunError(
             f"{folder} does not contain a fleet.",
-            remedy="give the folder that was --out of `prge fleet serve`",
+            remedy="Give the folder that was --out of `prge fleet serve`.",
             code="not-a-fleet",
         )
     plan = read_agreement(folder).plan
@@ -137,5 +137,5 @@ def _names(folder: Path) -> dict[int, str]:
         return {int(node): str(name) for node, name in read_json(folder / NAMES).items()}
     except (DocumentError, AttributeError, ValueError) as error:
         raise RunError(
-            f"{folder / NAMES} cannot be read: {error}", remedy="remove it", code="file-unreadable"
+            f"{folder / NAMES} can't be read: {error}", remedy="Remove it.", code="file-unreadable"
         ) from None

@@ -19,12 +19,12 @@ from prge.report.charts import Line, line_chart
 from prge.report.document import Block, Bullets, Code, Heading, Paragraph, Picture, Quote, Table
 from prge.system.progress import format_duration
 from prge.training.estimators.table import ESTIMATORS
-from prge.training.evaluation import displacement
+from prge.training.evaluation import displacement_warning
 from prge.training.monitor import describe_changes
 
 NONE = "–"
 SMOOTHING = 0.9
-MOST_SAMPLES = 20
+MAX_SAMPLES = 20
 LONGEST_VALUE = 2000
 AXES = {"step": "steps", "forward_passes": "forward passes", "seconds": "seconds"}
 _STATUS = {
@@ -115,7 +115,7 @@ def _bottom_line(run: RunFacts) -> str:
         if best["step"] == 0 and run.steps:
             lines.append("No step scored better than the adapter at the start.")
         for record in (best, run.evaluations[-1]):
-            if fallen := displacement(record):
+            if fallen := displacement_warning(record):
                 lines.append(f"At step {record['step']:,} {fallen}.")
                 break
         if cut := best.get("cut_examples"):
@@ -185,7 +185,7 @@ def _samples(run: RunFacts) -> Iterator[Block]:
     ]
     if changes := describe_changes([first for first, _ in pairs], [last for _, last in pairs]):
         yield Paragraph(f"{changes.removeprefix('note: ').capitalize()}.")
-    for by_step in list(by_prompt.values())[:MOST_SAMPLES]:
+    for by_step in list(by_prompt.values())[:MAX_SAMPLES]:
         yield Paragraph("Prompt:")
         yield Quote(prompt_text(next(iter(by_step.values()))["prompt"]))
         for step in sorted({0, after if after in by_step else max(by_step)} & by_step.keys()):
@@ -194,8 +194,8 @@ def _samples(run: RunFacts) -> Iterator[Block]:
         if "right" in (first := next(iter(by_step.values()))):
             yield Paragraph("Reference:")
             yield Quote(shortened(first["right"], LONGEST_VALUE))
-    if len(by_prompt) > MOST_SAMPLES:
-        yield Paragraph(f"{len(by_prompt) - MOST_SAMPLES} more prompts are in samples.jsonl.")
+    if len(by_prompt) > MAX_SAMPLES:
+        yield Paragraph(f"{len(by_prompt) - MAX_SAMPLES} more prompts are in samples.jsonl.")
 
 
 def prompt_text(prompt: Any) -> str:

@@ -21,7 +21,7 @@ from prge.system.packages import install_extra_command
 Log = Callable[[int, Mapping[str, float]], object]
 """Logs the values of a step by name."""
 
-LOOK_EVERY = 1.0
+POLL_SECONDS = 1.0
 # Fields of a record that are no measured values.
 _NO_FIGURES = frozenset({"event", "split", "step"})
 # Text settings that reveal nothing about the user's files.
@@ -65,7 +65,7 @@ def send(
                         log(record["step"], figures(record))
                 sent[run] = len(records)
             if is_running:
-                time.sleep(LOOK_EVERY)
+                time.sleep(POLL_SECONDS)
 
 
 def figures(record: Record) -> dict[str, float]:
@@ -83,7 +83,7 @@ def _check_installed(settings: Mapping[str, object]) -> None:
     missing = [name for name, value in settings.items() if value and importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
-            "these settings can't be used:",
+            "These settings can't be used:",
             [f"--{name} needs the package {name}, which is not installed" for name in missing],
             remedy=install_extra_command(*missing),
             code="package-missing",

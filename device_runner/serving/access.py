@@ -1,6 +1,6 @@
 """Access control: which requests are accepted, by host name, origin, API key and content type.
 
-A web page in a browser may send requests to any address, including this machine's. It cannot choose their
+A web page in a browser may send requests to any address, including this machine's. It can't choose their
 `Host` and `Origin`, nor send JSON without a preflight request. The owner of a domain can point it at this
 machine (DNS rebinding), so that the browser takes the domain's pages and this server for one origin. `Host`
 must therefore be a name that the server knows, or an address, which nobody can point elsewhere. The server's
@@ -20,9 +20,9 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from device_runner.serving.protocol import RequestError
-from prge.errors import shown
+from prge.errors import format_value
 
-# Answered without a key, because a browser cannot send one before it has the page.
+# Answered without a key, because a browser can't send one before it has the page.
 HEALTH = "/health"
 # Error code while the server pauses, and the seconds after which a client may try again.
 PAUSED, PAUSED_SECONDS = "paused", 30
@@ -48,7 +48,7 @@ def machine_names() -> frozenset[str]:
 
 
 def is_address(name: str) -> bool:
-    """Whether a host is the numeric address of one machine."""
+    """Return whether a host is the numeric address of one machine."""
     try:
         address = ip_address(name.removeprefix("[").removesuffix("]"))
     except ValueError:
@@ -57,7 +57,7 @@ def is_address(name: str) -> bool:
 
 
 def is_local(name: str) -> bool:
-    """Whether a host is this machine, by a name or address that no web page can have."""
+    """Return whether a host is this machine, by a name or address that no web page can have."""
     try:
         return name.lower() == "localhost" or ip_address(name.strip("[]")).is_loopback
     except ValueError:
@@ -83,13 +83,15 @@ class Access:
         if len(headers.getlist("host")) > 1 or not self.accepts_host(_name(host)):
             raise RequestError(
                 403,
-                f"unknown host name {shown(host)}: allow it with --allowed-hosts if it is this server",
+                f"unknown host name {format_value(host)}: allow it with --allowed-hosts if it is this server",
                 code="wrong_host",
             )
         for origin in headers.getlist("origin"):
             page_host = origin.partition("://")[2]
             if not is_local(_name(page_host)) and (not page_host or page_host.lower() != host.lower()):
-                raise RequestError(403, f"pages from {shown(origin)} are not allowed", code="foreign_origin")
+                raise RequestError(
+                    403, f"pages from {format_value(origin)} are not allowed", code="foreign_origin"
+                )
         path = scope["path"]
         # For images, scripts and frames that a page loads from here, browsers send no Origin, but this
         # header.
@@ -105,11 +107,11 @@ class Access:
                 for content_type in headers.getlist("content-type")
             ]
             if content_types != ["application/json"]:
-                description = shown(content_types[0]) if content_types else "missing"
+                description = format_value(content_types[0]) if content_types else "missing"
                 raise RequestError(415, f"Content-Type is {description}, must be application/json")
 
     def accepts_host(self, name: str) -> bool:
-        """Whether requests may call the server by a lower-case name or address."""
+        """Return whether requests may call the server by a lower-case name or address."""
         return (
             is_local(name)
             or name in self.names
@@ -140,7 +142,7 @@ class AccessControl:
         self._app, self._access = app, access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or refuse it."""
+        """Pass a request on to the application, or refuse it."""
 
         async def guarded(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -27,7 +27,7 @@ from starlette.types import Receive, Scope, Send
 from device_runner.serving.access import FILES, HEALTH, PAGES, PAUSED, Access, AccessControl, refusal
 from device_runner.serving.feedback import Feedback
 from device_runner.serving.learning import OnlineLearner
-from device_runner.serving.models import MOST_CHARACTERS, Models
+from device_runner.serving.models import MAX_CHARACTERS, Models
 from device_runner.serving.page.runs import Runs
 from device_runner.serving.page.static import INDEX, page_file
 from device_runner.serving.protocol import (
@@ -48,12 +48,12 @@ from device_runner.session.pauses import Pauses
 from prge.errors import DataError, PrgeError
 from prge.generation.loop import Completion, Reason, Sharing
 
-# Limits on a body: for everything but the prompts, per token of the context, and in total.
-BYTES_BESIDE = 64 << 10
-BYTES_A_TOKEN = 256
-MOST_BYTES = 4 << 20
-# Limit on all bodies together; each may always have `BYTES_BESIDE`.
-MOST_HELD = 16 * MOST_BYTES
+# Limits on the bytes of a body: for everything but the prompts, per token of the context, and in total.
+BYTES_BESIDES_PROMPTS = 64 << 10
+BYTES_PER_TOKEN = 256
+MAX_BYTES = 4 << 20
+# Limit on all bodies together; each may always have `BYTES_BESIDES_PROMPTS`.
+MAX_HELD = 16 * MAX_BYTES
 # Seconds for a client to send its body.
 SECONDS = 60.0
 
@@ -66,7 +66,7 @@ def make_app(
     learning: OnlineLearner | None = None,
     runs: Runs | None = None,
     about: Json | None = None,
-    gates: Pauses | None = None,
+    pauses: Pauses | None = None,
 ) -> Starlette:
     """Return the server as an ASGI application.
 
@@ -76,16 +76,16 @@ def make_app(
         access: who may send requests.
         feedback: stores the clients' feedback; by default none is stored.
         learning: trains on the feedback.
-        runs: to show on the page.
+        runs: the runs to show on the page.
         about: what the page shows about the models.
-        gates: conditions; while they are not met, no completion is begun.
+        pauses: the conditions for work; no completion is begun while they are not met.
     """
-    server = _Server(models, worker, access, feedback or Feedback(), learning, gates or Pauses(()))
+    server = _Server(models, worker, access, feedback or Feedback(), learning, pauses or Pauses(()))
     description = {**(about or {}), **server.description, "runs": runs is not None}
     routes = [
         Route("/v1/chat/completions", server.chat, methods=["POST"]),
         Route("/v1/completions", server.completions, methods=["POST"]),
-        Route("/v1/feedback", server.judge, methods=["POST"]),
+        Route("/v1/feedback", server.store_feedback, methods=["POST"]),
         Route("/v1/adapters", server.list_adapters, methods=["GET"]),
         Route("/v1/adapters/back", server.revert, methods=["POST"]),
         Route("/v1/models", server.list_models, methods=["GET"]),
@@ -164,15 +164,15 @@ class _Server:
         access: Access,
         feedback: Feedback,
         learning: OnlineLearner | None,
-        gates: Pauses,
+        pauses: Pauses,
     ) -> None:
         self.models = models
         self.worker = worker
         self.access = access
         self.feedback = feedback
         self._learning = learning
-        self.gates = gates
-        self.most_bytes = min(MOST_BYTES, BYTES_BESIDE + BYTES_A_TOKEN * worker.context)
+        self.pauses = pauses
+        self.max_bytes = min(MAX_BYTES, BYTES_BESIDES_PROMPTS + BYTES_PER_TOKEN * worker.context)
         self.begun = int(time.time())
         # Bytes of bodies that are being read or turned into prompts.
         self.held = 0
@@ -221,10 +221,10 @@ class _Server:
         """Return the continuation of a text."""
         return await self._answer(request, read_completion)
 
-    async def judge(self, request: Request) -> Response:
+    async def store_feedback(self, request: Request) -> Response:
         """Store a client's feedback on a completion."""
         async with self._body(request) as body:
-            most = MOST_CHARACTERS * self.worker.context
+            most = MAX_CHARACTERS * self.worker.context
             feedback_request = await self.models.run_in_parser(lambda: read_feedback_request(body, most))
         client = request.client.host if request.client is not None else ""
         await self.feedback.store(feedback_request, client)
@@ -261,17 +261,17 @@ class _Server:
         body = bytearray()
 
         async def read() -> None:
-            if int(request.headers.get("content-length", "0")[:20]) > self.most_bytes:
+            if int(request.headers.get("content-length", "0")[:20]) > self.max_bytes:
                 raise too_large
             async for part in request.stream():
                 body.extend(part)
                 self.held += len(part)
-                if len(body) > self.most_bytes:
+                if len(body) > self.max_bytes:
                     raise too_large
-                if self.held > MOST_HELD and len(body) > BYTES_BESIDE:
-                    raise _busy("there are too many large requests: try again later")
+                if self.held > MAX_HELD and len(body) > BYTES_BESIDES_PROMPTS:
+                    raise _busy_error("there are too many large requests: try again later")
 
-        too_large = RequestError(413, f"the body has more than {self.most_bytes} bytes")
+        too_large = RequestError(413, f"the body has more than {self.max_bytes} bytes")
         try:
             await asyncio.wait_for(read(), SECONDS)
             yield bytes(body)
@@ -312,7 +312,7 @@ class _Server:
 
     async def _answer(self, request: Request, read: Callable[[bytes], ParsedRequest]) -> Response:
         # Reading sensors may take a moment.
-        if why := await asyncio.to_thread(self.gates.reason_to_wait, print_note):
+        if why := await asyncio.to_thread(self.pauses.reason_to_wait, print_note):
             raise RequestError(503, f"paused, {why}", error_type="server_error", code=PAUSED)
         async with self._body(request) as body:
             preparing = self.models.requests(body, read, self.worker.context)
@@ -335,7 +335,7 @@ class _Server:
                 raise RequestError(503, "the server is shutting down", error_type="server_error")
             jobs = self.worker.submit([(each, make_handler(index)) for index, each in enumerate(requests)])
         except BusyError as busy:
-            raise _busy(str(busy)) from None
+            raise _busy_error(str(busy)) from None
         except DataError as error:
             raise RequestError(400, str(error)) from None
 
@@ -398,7 +398,7 @@ async def _stream_events(
             answer = event.wait()
         except PrgeError as error:
             # The status was already sent.
-            yield _event(_failure(error).body)
+            yield _event(_failure_error(error).body)
             return
         answers[index] = answer
         ended(index, answer)
@@ -446,11 +446,11 @@ async def _unless_gone(request: Request, work: Awaitable[_T]) -> _T:
         leaving.cancel()
 
 
-def _busy(why: str) -> RequestError:
+def _busy_error(why: str) -> RequestError:
     return RequestError(429, why, error_type="rate_limit_error", code="rate_limit_exceeded")
 
 
-def _failure(error: PrgeError) -> RequestError:
+def _failure_error(error: PrgeError) -> RequestError:
     return RequestError(500, error.what, error_type="server_error")
 
 
@@ -461,7 +461,7 @@ async def _refuse(request: Request, error: Exception) -> Response:
 
 async def _refuse_failed(request: Request, error: Exception) -> Response:
     assert isinstance(error, PrgeError)
-    return JSONResponse(_failure(error).body, 500)
+    return JSONResponse(_failure_error(error).body, 500)
 
 
 async def _client_gone(request: Request, error: Exception) -> Response:

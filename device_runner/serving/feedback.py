@@ -14,15 +14,15 @@ from pathlib import Path
 from device_runner.serving.protocol import FeedbackRequest, ParsedRequest, RequestError
 from prge.data.feedback_examples import FeedbackExamples, UnlearnableError
 from prge.data.readers.feedback import AnswerRecord, Fields, append_feedback, row_bytes
-from prge.errors import RunError
+from prge.errors import RunError, as_clause
 
 # Limits of the memory of completions: their number, and characters of them and their prompts together.
-MOST_ANSWERS = 1000
-MOST_CHARACTERS = 4 << 20
+MAX_ANSWERS = 1000
+MAX_CHARACTERS = 4 << 20
 # Overhead of a completion or a message, counted as characters.
 _CHARACTERS_EACH = 400
 # Bytes of feedback that a client may send per hour.
-MOST_OF_CLIENT = 16 << 20
+MAX_OF_CLIENT = 16 << 20
 _HOUR = 3600.0
 # Seconds to wait for another process to release the file's lock, and between two attempts.
 SECONDS_TO_LOCK = 5.0
@@ -36,16 +36,16 @@ class FeedbackFile:
     """Where feedback is stored.
 
     Attributes:
-        path: of the file.
-        examples: builds a row's examples, to refuse rows that cannot be trained on.
+        path: the path of the file.
+        examples: builds a row's examples, to refuse rows that can't be trained on.
         storage: its one thread is the only one that uses `examples` and the file.
-        most_bytes: largest size of the file.
+        max_bytes: largest size of the file.
     """
 
     path: Path
     examples: FeedbackExamples
     storage: Executor
-    most_bytes: int
+    max_bytes: int
 
 
 class Feedback:
@@ -104,7 +104,7 @@ class Feedback:
             raise RequestError(
                 404,
                 f"there is no completion {feedback_request.id!r} with index {feedback_request.index} in the "
-                f"newest {MOST_ANSWERS} of text or message prompts",
+                f"newest {MAX_ANSWERS} of text or message prompts",
                 param="id",
                 code="answer_not_found",
             )
@@ -126,7 +126,7 @@ class Feedback:
             client: address of the client, which quotas count by.
 
         Raises:
-            RequestError: the feedback cannot be trained on, or cannot be stored.
+            RequestError: the feedback can't be trained on, or can't be stored.
         """
         answer_record, file = self.answer_record(feedback_request), self._file
         assert file is not None
@@ -146,14 +146,14 @@ class Feedback:
             if not isinstance(error, RunError):
                 raise
             self._fail(str(error))
-            what = f"feedback cannot be stored: {error.what}"
+            what = f"feedback can't be stored: {as_clause(error.what)}"
             raise RequestError(503, what, error_type="server_error") from None
         self.problem = ""
         self._on_stored(row)
 
     def _fail(self, problem: str) -> None:
         if not self.problem:
-            self._log(f"feedback cannot be stored: {problem}")
+            self._log(f"feedback can't be stored: {problem}")
         self.problem = problem
 
     def _keep(self, file: FeedbackFile, row: Fields, client: str, deadline: float) -> None:
@@ -168,7 +168,7 @@ class Feedback:
         def wait() -> None:
             if self._ends.wait(_SECONDS_BETWEEN) or time.monotonic() > deadline:
                 raise RunError(
-                    f"{file.path} cannot be written: another process holds its lock", code="file-in-use"
+                    f"{file.path} can't be written: another process holds its lock.", code="file-in-use"
                 )
 
         append_feedback(file.path, [row], wait)
@@ -180,10 +180,10 @@ class Feedback:
             size_now = file.path.stat().st_size
         except OSError:  # appending reports what is wrong
             size_now = 0
-        if size_now + size > file.most_bytes:
+        if size_now + size > file.max_bytes:
             raise RequestError(
                 507,
-                f"the server stores at most {file.most_bytes} bytes of feedback, has {size_now}: its owner "
+                f"the server stores at most {file.max_bytes} bytes of feedback, has {size_now}: its owner "
                 "can remove rows with `prge rows forget`, or raise --feedback-limit",
                 error_type="server_error",
                 code="feedback_full",
@@ -191,11 +191,11 @@ class Feedback:
         now = time.monotonic()
         if now - self._hour > _HOUR:
             self._hour, self._bytes = now, Counter()
-        if self._bytes[client] + size > MOST_OF_CLIENT:
+        if self._bytes[client] + size > MAX_OF_CLIENT:
             seconds = int(self._hour + _HOUR - now) + 1
             raise RequestError(
                 429,
-                f"a client may send {MOST_OF_CLIENT} bytes of feedback per hour: wait {seconds} seconds",
+                f"a client may send {MAX_OF_CLIENT} bytes of feedback per hour: wait {seconds} seconds",
                 error_type="rate_limit_error",
                 code="feedback_quota",
                 retry_after=seconds,
@@ -204,7 +204,7 @@ class Feedback:
     def _put(self, key: _Key, answer_record: AnswerRecord | None, size: int) -> None:
         self._characters += size - self._answers.pop(key, (None, 0))[1]
         self._answers[key] = answer_record, size
-        while len(self._answers) > MOST_ANSWERS or self._characters > MOST_CHARACTERS:
+        while len(self._answers) > MAX_ANSWERS or self._characters > MAX_CHARACTERS:
             self._characters -= self._answers.popitem(last=False)[1][1]
 
 

@@ -33,11 +33,11 @@ class IndexEntry(NamedTuple):
     """The index entry of a feedback row.
 
     Attributes:
-        key: of the row.
+        key: the key of the row.
         question: hash of the row's question.
         is_learnable: whether the row can be trained on.
         start: offset of the row's line in bytes.
-        length: of the line in bytes.
+        length: the length of the line in bytes.
     """
 
     key: str
@@ -83,7 +83,7 @@ class FeedbackIndex:
         return IndexEntry(*facts, self._starts[number], self._lengths[number])
 
     def read_on(self) -> bool:
-        """Read what was appended, for about `SECONDS`; returns whether there is more to read."""
+        """Read what was appended, for about `SECONDS`; return whether there is more to read."""
         self._reopen()
         if self._stream is None:
             return False
@@ -117,7 +117,7 @@ class FeedbackIndex:
             raise
 
     def has_all(self, keys: Sequence[str]) -> bool:
-        """Whether the file, as it is now, has all rows with these keys."""
+        """Return whether the file, as it is now, has all rows with these keys."""
         try:
             self.rows(keys)
         except ChangedError:
@@ -196,7 +196,7 @@ def read_rows(path: Path, entries: Sequence[IndexEntry]) -> list[Fields]:
 
     Raises:
         ChangedError: the rows are no longer there.
-        OSError: the file cannot be read.
+        OSError: the file can't be read.
     """
     try:
         with open_regular(path, "rb", buffering=0) as stream:

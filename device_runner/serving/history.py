@@ -22,7 +22,7 @@ class Version:
     parent: int | None = None
     rows: tuple[str, ...] = ()
     verdict: Record | None = None
-    is_back: bool = False
+    is_taken_back: bool = False
 
     @property
     def status(self) -> str:
@@ -31,7 +31,7 @@ class Version:
             return "start"
         if self.verdict is None:
             return "learning"
-        return "taken back" if self.is_back else str(self.verdict["status"])
+        return "taken back" if self.is_taken_back else str(self.verdict["status"])
 
     def describe(self, is_current: bool) -> dict[str, Any]:
         """Return the version as clients receive it."""
@@ -67,13 +67,13 @@ class History:
     """The adapters of a folder, from its journal; changed by one thread at a time.
 
     Args:
-        folder: of the learned adapters.
+        folder: the folder of the learned adapters.
         start: bundle and adapter that the folder begins with, or began with.
-        date: that chat templates use, in a new folder.
+        date: the date that chat templates use, in a new folder.
 
     Raises:
         ConfigError: the folder began with another bundle or adapter.
-        RunError: the journal is damaged, or cannot be written.
+        RunError: the journal is damaged, or can't be written.
     """
 
     def __init__(self, folder: Path, start: Record, date: str | None = None) -> None:
@@ -88,7 +88,7 @@ class History:
         if (begun := self._journal.first("start")) is None:
             self._journal.append({"type": "start", **start, "date": date})
         elif problems := [f"another {name}" for name in start if begun.get(name) != start[name]]:
-            remedy = "serve those, or give another folder with --learn"
+            remedy = "Serve those, or give another folder with --learn."
             raise ConfigError(f"{folder} was started with:", problems, remedy=remedy, code="learning-differs")
         for record in self._journal.records:
             with self._journal.reading(record):
@@ -122,7 +122,7 @@ class History:
                 self.rows.difference_update(version.rows)
                 self.abandoned += 1
         elif record["type"] == "back":
-            self.versions[record["step"]].is_back = True
+            self.versions[record["step"]].is_taken_back = True
 
     def _describe(self) -> None:
         current = self.current

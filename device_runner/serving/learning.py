@@ -50,7 +50,7 @@ from prge.formats.stored_settings import check_links
 from prge.formats.tune_folder import find_tuning
 
 # Most rows of refused rounds that the next round learns again.
-_MOST_OPEN = 256
+_MAX_OPEN = 256
 _ANY_LOSS = 1e6
 # Seconds between two checks for something to learn, and of the sensors.
 SECONDS_TO_LOOK = 5.0
@@ -67,43 +67,43 @@ class OnlineLearner:
 
     Args:
         flags: `learn` is the folder.
-        plan: of the rounds.
-        has_kept: whether the plan's settings name rows that must not be forgotten.
-        bundle: of all adapters.
+        plan: the plan of the rounds.
+        has_retained: whether the plan's settings name rows that must not be forgotten.
+        bundle: the bundle of all adapters.
         start: the initial adapter.
         tokenizer: used by this object only.
         serve: replaces the adapter that is served.
-        tell: called with messages for the user.
+        log: called with messages for the user.
         begin: starts the process of a round.
         storage: executor with the one thread that reads and writes files of feedback and of adapters.
         loaded: bytes of weights that the process of a round may keep loaded; None: all.
 
     Raises:
-        ConfigError, RunError: the folder belongs to something else, or cannot be used.
+        ConfigError, RunError: the folder belongs to something else, or can't be used.
     """
 
     def __init__(
         self,
         flags: LearnFlags,
         plan: RunPlan,
-        has_kept: bool,
+        has_retained: bool,
         bundle: Bundle,
         start: Adapter,
         tokenizer: Tokenizer,
         *,
         serve: Callable[[Adapter], object],
-        tell: Callable[[str], object],
+        log: Callable[[str], object],
         begin: Callable[[Round], RoundProcess],
         storage: Executor,
         loaded: int | None = None,
     ) -> None:
         assert flags.learn is not None
-        self._flags, self._plan, self._has_kept, self._bundle = flags, plan, has_kept, bundle
+        self._flags, self._plan, self._has_kept, self._bundle = flags, plan, has_retained, bundle
         self._folder, self._start = flags.learn, start
         self.examples = FeedbackExamples(tokenizer, bundle.chain.model, build_options(plan.settings))
-        """Builds the examples of feedback; also used to refuse feedback that cannot be trained on."""
+        """Builds the examples of feedback; also used to refuse feedback that can't be trained on."""
         self._chat_template = tokenizer.chat_template
-        self._serve, self._log, self._begin = serve, tell, begin
+        self._serve, self._log, self._begin = serve, log, begin
         self.storage, self._loaded = storage, loaded
         begun = {"bundle": bundle.sha256, "adapter": adapter_digest(start)}
         self._history = History(self._folder, begun, plan.settings.date)
@@ -121,7 +121,7 @@ class OnlineLearner:
         self._process: RoundProcess | None = None
         self._begun_at, self._keys, self._generation = 0.0, list[str](), 0
         sensors = Sensors(own_seconds=self.cpu_seconds)
-        self._gates = Pauses(flags.learning_conditions(), sensors, seconds=SECONDS_TO_LOOK)
+        self._pauses = Pauses(flags.learning_conditions(), sensors, seconds=SECONDS_TO_LOOK)
         # Guards the process and the reasons why it is paused.
         self._lock = threading.Lock()
         self._answering, self._must_wait = 0, False
@@ -165,7 +165,7 @@ class OnlineLearner:
         if time.monotonic() < self._retry_at:
             return False
         # Reading sensors may take a moment.
-        must_wait = bool(self._gates.reason_to_wait(lambda text: self._log(f"learning: {text}")))
+        must_wait = bool(self._pauses.reason_to_wait(lambda text: self._log(f"learning: {text}")))
         if must_wait and self._process is None:
             return False
         with self._lock:
@@ -194,7 +194,7 @@ class OnlineLearner:
         """Serve the parent of the version that is served; ends the round that builds on that version.
 
         Args:
-            version: that the client believes to be served.
+            version: the version that the client believes to be served.
 
         Returns:
             The version that is served now.
@@ -250,7 +250,7 @@ class OnlineLearner:
     def _begin_round(self, version: Version) -> None:
         round = self._new_round(version)
         self._begun_at, self._generation = time.monotonic(), self._index.generation
-        self._keys = [row.key for row in (*round.learnt, *round.held)]
+        self._keys = [row.key for row in (*round.learnt, *round.held_out)]
         process = self._begin(round)
         with self._lock:
             self._process = process
@@ -353,9 +353,9 @@ class OnlineLearner:
             if each.number > parent:
                 unlearnt += existing_entries(each.rows)
             else:
-                learning, held = split_held_out(existing_entries(each.rows))
-                learnt, unlearnt = [*learnt, *unlearnt, *learning], held
-        learning, held = split_held_out(existing_entries(version.rows))
+                learning, held_out = split_held_out(existing_entries(each.rows))
+                learnt, unlearnt = [*learnt, *unlearnt, *learning], held_out
+        learning, held_out = split_held_out(existing_entries(version.rows))
         settings = self._plan.settings
         seed, folder = settings.seed + version.number, self._folder_of(version.number)
         return Round(
@@ -365,12 +365,12 @@ class OnlineLearner:
             adapter=self._adapter(parent),
             start=self._start,
             feedback=self._folder / FEEDBACK,
-            learnt=[*unlearnt[-_MOST_OPEN:], *learning],
-            held=held,
+            learnt=[*unlearnt[-_MAX_OPEN:], *learning],
+            held_out=held_out,
             learnt_before=learnt,
             replay=self._flags.replay,
             may_lose=self._flags.may_lose,
-            has_kept=self._has_kept,
+            has_retained=self._has_kept,
             chat_template=self._chat_template,
             loaded=self._loaded,
         )
@@ -391,17 +391,17 @@ def plan_rounds(
         flags: `learn` is the folder to learn into.
         engine: flags of the engine.
         source: tuning, run or PEFT folder of the initial adapter; None: the bundle's adapter.
-        bundle: of all adapters.
-        tokenizer: of the bundle.
+        bundle: the bundle of all adapters.
+        tokenizer: the tokenizer of the bundle.
 
     Raises:
-        PrgeError: the rows that must not be forgotten cannot be used, or the bundle's programs cannot train
+        PrgeError: the rows that must not be forgotten can't be used, or the bundle's programs can't train
             the initial adapter.
     """
     assert flags.learn is not None
     run = None
     if source is not None:
-        # An adapter for generation may have a lora_a that the bundle's programs cannot train with.
+        # An adapter for generation may have a lora_a that the bundle's programs can't train with.
         read_compatible_adapter(find_adapter(source), bundle.chain.modules, bundle.adapter)
         run = find_run(find_adapter(source))
     tuning = None if source is None or flags.kept is not None else find_tuning(source)
@@ -413,10 +413,10 @@ def plan_rounds(
     settings = resolve_settings(
         replace(settings, date=read_date(flags.learn) or settings.date), bundle
     ).with_date()
-    has_kept = flags.kept is not None or run is not None
-    replayed = read_retained_examples(settings, tokenizer, bundle).replayed if has_kept else []
+    has_retained = flags.kept is not None or run is not None
+    replayed = read_retained_examples(settings, tokenizer, bundle).replayed if has_retained else []
     plan = plan_run(bundle, replayed, replace(settings, epochs=None))
-    return replace(plan, settings=replace(settings, batch_size=plan.settings.batch_size)), has_kept
+    return replace(plan, settings=replace(settings, batch_size=plan.settings.batch_size)), has_retained
 
 
 def _settings(
@@ -425,10 +425,10 @@ def _settings(
     """Return the settings of rounds: those of the previous run, or the defaults of `prge run`.
 
     Args:
-        flags: of learning.
+        flags: the flags of learning.
         engine: flags of the engine.
-        bundle: that is served.
-        run: that trained the initial adapter.
+        bundle: the bundle that is served.
+        run: the run that trained the initial adapter.
         has_rows: whether the rows to retain are beside the run, as in the folder of a tuning.
     """
     assert flags.learn is not None
@@ -438,7 +438,7 @@ def _settings(
         unread = {"bundle", "out", "adapter", "resume", "sample_prompts", "heads_of"}
         unread |= {"train", "dev"} if has_rows else set()
         unread |= set() if flags.kept is None else {"train", "dev", "task"}
-        remedy = "give the rows that must not be forgotten with --kept"
+        remedy = "Give the rows that must not be forgotten with --kept."
         settings = read_stored(RunSettings, run / CONFIG, "prge run", unread, remedy)
     if flags.kept is not None:
         settings = replace(settings, train=flags.kept, dev=None, task=None, columns=[])

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prge.cli.inputs import InputFile
-from prge.errors import ConfigError, shown
+from prge.errors import ConfigError, format_value
 from prge.formats.documents import DocumentError, read_document
 from prge.system.regular_files import warn_if_key_is_shared
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 KEY = "PRGE_API_KEY"
 _HOST = re.compile(r"\*|\[[0-9a-f:.]+\]|[a-z0-9._-]+", re.IGNORECASE)
-MOST_KEY_BYTES = 4096
-_REMEDY = f"give --api-key-file FILE, or set {KEY}"
+MAX_KEY_BYTES = 4096
+_REMEDY = f"Give --api-key-file FILE, or set {KEY}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class ListenFlags:
         """Return who may send requests.
 
         Args:
-            keys: of which clients must send one; empty: none is needed.
+            keys: the keys of which clients must send one; empty: none is needed.
             is_reached_by_others: whether other machines can reach the address.
 
         Raises:
@@ -67,7 +67,7 @@ class ListenFlags:
 
     def _check_keys(self, keys: tuple[str, ...], is_reached_by_others: bool) -> None:
         problems = [
-            f"--allowed-hosts has {shown(name)}, must be a name without scheme and port, or *"
+            f"--allowed-hosts has {format_value(name)}, must be a name without scheme and port, or *"
             for name in self.allowed_hosts
             if not _HOST.fullmatch(name)
         ]
@@ -77,9 +77,9 @@ class ListenFlags:
             problems.append(f"--host {self.host} lets other machines send requests, but there is no API key")
         if problems:
             raise ConfigError(
-                "These settings cannot be used:",
+                "These settings can't be used:",
                 problems,
-                remedy=f"{_REMEDY}; with --insecure, anyone may send requests",
+                remedy=f"{_REMEDY}; with --insecure, anyone may send requests.",
                 code="settings-unusable",
             )
 
@@ -88,7 +88,7 @@ def refuse_api_key_flag(argv: Sequence[str]) -> None:
     """Refuse an API key on the command line; raises ConfigError."""
     if any(word.partition("=")[0].replace("_", "-") == "--api-key" for word in argv):
         raise ConfigError(
-            "A setting cannot be used:",
+            "A setting can't be used:",
             ["--api-key would show the key to everyone who can list processes"],
             remedy=_REMEDY,
             code="api-key-in-command",
@@ -99,23 +99,23 @@ def read_api_keys(path: Path | None) -> tuple[str, ...]:
     """Return the accepted API keys, one per line of a file or the environment variable; empty without both.
 
     Raises:
-        ConfigError: the file cannot be read, or one of its lines is not a key.
+        ConfigError: the file can't be read, or one of its lines is not a key.
     """
     if path is None and KEY not in os.environ:
         return ()
-    where, key, remedy = KEY, os.environ.get(KEY, ""), f"set it, or unset {KEY} to serve without a key"
+    where, key, remedy = KEY, os.environ.get(KEY, ""), f"Set it, or unset {KEY} to serve without a key."
     if path is not None:
         command = "python -c 'import secrets; print(secrets.token_urlsafe())'"
         where, remedy = str(path), f"(umask 077; {command} > {path})"
         warn_if_key_is_shared(path)
         try:
-            key = read_document(path, MOST_KEY_BYTES).decode("ascii", "replace")
+            key = read_document(path, MAX_KEY_BYTES).decode("ascii", "replace")
         except (OSError, DocumentError) as error:
             why = getattr(error, "strerror", None) or error
-            remedy = f"give a file, or set {KEY}"
+            remedy = f"Give a file, or set {KEY}."
             raise ConfigError(
                 "There is no usable API key:",
-                [f"{path} cannot be read: {why}"],
+                [f"{path} can't be read: {why}"],
                 remedy=remedy,
                 code="file-unreadable",
             ) from None

@@ -19,7 +19,7 @@ from prge.generation.loop import GenerationSettings, Request
 from prge.generation.prompts import Prompt, Prompts
 
 # Characters of a prompt per token of the context; longer prompts do not reach the template or the tokenizer.
-MOST_CHARACTERS = 32
+MAX_CHARACTERS = 32
 
 _T = TypeVar("_T")
 
@@ -31,7 +31,7 @@ class Models:
     neither tokenizers nor memory allow many. A request that waits there is dropped if its client disconnects.
 
     Args:
-        adapters: by name.
+        adapters: the adapters by name.
         tokenizer: used by this object only.
         variables: for the chat template, if a request does not set them.
 
@@ -102,12 +102,12 @@ class Models:
         """Parse a body, and return it with the generation requests for its completions.
 
         Args:
-            body: of a request.
+            body: the body of a request.
             read: parses the body.
             context: most tokens of prompt and completion together.
 
         Raises:
-            RequestError: the request cannot be answered.
+            RequestError: the request can't be answered.
         """
         loop = asyncio.get_running_loop()
         parsed = await loop.run_in_executor(self._parser_thread, self._read, body, read, context)
@@ -124,10 +124,10 @@ class Models:
         texts = [str(message["content"]) for message in parsed.messages]
         sizes = [len(each) if isinstance(each, str) else 0 for each in parsed.prompts]
         longest = max([sum(map(len, texts)), *sizes])
-        if longest > MOST_CHARACTERS * context:
-            raise _too_long(parsed, f"{longest} characters", context)
+        if longest > MAX_CHARACTERS * context:
+            raise _too_long_error(parsed, f"{longest} characters", context)
         if len(texts) > context:
-            raise _too_long(parsed, f"{len(texts)} messages", context)
+            raise _too_long_error(parsed, f"{len(texts)} messages", context)
         return parsed
 
     def _render(self, parsed: ParsedRequest) -> tuple[Prompts, RenderedText]:
@@ -156,7 +156,7 @@ class Models:
         for prompt in _make_prompts(parsed, prompts, rendered, context):
             tokens = len(prompt.tokens)
             if tokens >= context:
-                raise _too_long(parsed, f"at least {tokens} tokens", context)
+                raise _too_long_error(parsed, f"at least {tokens} tokens", context)
             most = context - tokens if parsed.max_tokens is None else min(parsed.max_tokens, context)
             settings = GenerationSettings(most, parsed.stop, parsed.sampling, draft="lookup")
             requests += [Request(prompt, adapter, settings)] * parsed.count
@@ -168,16 +168,16 @@ def _make_prompts(
 ) -> list[Prompt]:
     try:
         if parsed.is_chat:
-            return [prompts.encode_rendered(rendered, most=context)]
+            return [prompts.encode_rendered(rendered, max_tokens=context)]
         return [
-            prompts.encode_text(each, most=context) if isinstance(each, str) else Prompt(each)
+            prompts.encode_text(each, max_tokens=context) if isinstance(each, str) else Prompt(each)
             for each in parsed.prompts
         ]
     except DataError as error:
         raise RequestError(400, str(error)) from None
 
 
-def _too_long(parsed: ParsedRequest, size: str, context: int) -> RequestError:
+def _too_long_error(parsed: ParsedRequest, size: str, context: int) -> RequestError:
     return RequestError(
         400,
         f"the prompt has {size}; the context is {context} tokens for prompt and completion together",

@@ -16,22 +16,22 @@ from prge.data.columns import RowError
 from prge.data.forms.messages import template_kwargs
 from prge.data.readers.feedback import TEMPLATE_KWARGS
 from prge.data.tokenization.chat import Message
-from prge.errors import ConfigError, shown
+from prge.errors import ConfigError, format_value
 from prge.formats.documents import DocumentError, parse_json
 from prge.generation.sampling import SamplingSettings
 
 Json = dict[str, Any]
 Finish = Literal["stop", "length"]
 
-MOST_CHOICES = 8
-MOST_STOPS = 16
+MAX_CHOICES = 8
+MAX_STOPS = 16
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 # Fields that change no response; and unsupported fields with the values that ask for the default behaviour.
 _WITHOUT_EFFECT = frozenset("metadata prompt_cache_retention safety_identifier service_tier store".split())
 # Strings by which clients keep requests from sharing cached prompts: vLLM's name, and OpenAI's.
 _CACHE_KEYS = ("cache_salt", "prompt_cache_key", "user")
-_AS_IT_IS: Mapping[str, tuple[Any, ...]] = {
+_DEFAULTS_ONLY: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
     "frequency_penalty": (0,),
@@ -55,7 +55,7 @@ _TOKENS = ("max_completion_tokens", "max_tokens")
 
 
 class RequestError(Exception):
-    """A request that cannot be answered: its HTTP status, and OpenAI's error object."""
+    """A request that can't be answered: its HTTP status, and OpenAI's error object."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ def read_chat(body: bytes) -> ParsedRequest:
     content = _content(body, ("messages", "max_completion_tokens", TEMPLATE_KWARGS))
     messages = content.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise _wrong("messages", messages, "a list of at least one message")
+        raise _field_error("messages", messages, "a list of at least one message")
     parsed = tuple(_message(f"messages[{index}]", message) for index, message in enumerate(messages))
     try:
         variables = template_kwargs(content.get(TEMPLATE_KWARGS, {}))
@@ -123,10 +123,10 @@ def read_completion(body: bytes) -> ParsedRequest:
     if isinstance(prompt, str) or _is_tokens(prompt):
         prompt = [prompt]
     if not isinstance(prompt, list) or not prompt:
-        raise _wrong("prompt", prompt, "a string, a list of tokens, or a list of these")
+        raise _field_error("prompt", prompt, "a string, a list of tokens, or a list of these")
     for index, each in enumerate(prompt):
         if not isinstance(each, str) and not _is_tokens(each):
-            raise _wrong(f"prompt[{index}]", each, "a string or a list of tokens")
+            raise _field_error(f"prompt[{index}]", each, "a string or a list of tokens")
     prompts = tuple(each if isinstance(each, str) else tuple(each) for each in prompt)
     # OpenAI's default for completions; chats have none.
     return _parse_common(content, 16, prompts=prompts)
@@ -137,8 +137,8 @@ class FeedbackRequest:
     """Feedback on a completion.
 
     Attributes:
-        id: of the response.
-        index: of the completion in the response.
+        id: the id of the response.
+        index: the index of the completion in the response.
         rating: good or bad; None without one.
         correction: what the completion should have been; None without one.
     """
@@ -149,17 +149,22 @@ class FeedbackRequest:
     correction: str | None
 
 
-def read_feedback_request(body: bytes, most: int) -> FeedbackRequest:
-    """Parse a request to /v1/feedback; its correction has at most `most` characters; raises RequestError."""
+def read_feedback_request(body: bytes, max_characters: int) -> FeedbackRequest:
+    """Parse a request to /v1/feedback; a longer correction than `max_characters` raises RequestError."""
     content = _object(body)
     for name in content:
         if name not in ("id", "index", "rating", "correction"):
-            raise RequestError(400, f"unknown field {shown(name)}", param=name, code="unknown_parameter")
+            raise RequestError(
+                400, f"unknown field {format_value(name)}", param=name, code="unknown_parameter"
+            )
     for name in ("id", "rating", "correction"):
         if not isinstance(content.get(name, ""), str) or (name == "id" and not content.get(name)):
-            raise _wrong(name, content.get(name), "the id of a response" if name == "id" else "a string")
-    if len(content.get("correction", "")) > most:
-        problem = f"correction has {len(content['correction'])} characters, at most {most} are allowed"
+            needed = "the id of a response" if name == "id" else "a string"
+            raise _field_error(name, content.get(name), needed)
+    if len(content.get("correction", "")) > max_characters:
+        problem = (
+            f"correction has {len(content['correction'])} characters, at most {max_characters} are allowed"
+        )
         raise RequestError(400, problem, param="correction")
     index = _whole(content, "index", 0) if "index" in content else 0
     return FeedbackRequest(content["id"], index, content.get("rating"), content.get("correction"))
@@ -173,10 +178,10 @@ def read_version(body: bytes) -> int:
     """
     content = _object(body)
     if unknown := content.keys() - {"version"}:
-        raise RequestError(400, f"unknown field {shown(min(unknown))}", code="unknown_parameter")
+        raise RequestError(400, f"unknown field {format_value(min(unknown))}", code="unknown_parameter")
     version = content.get("version")
     if type(version) is not int:
-        raise _wrong("version", version, "the number of the version that is served")
+        raise _field_error("version", version, "the number of the version that is served")
     return version
 
 
@@ -187,7 +192,7 @@ def _object(body: bytes) -> Json:
     except DocumentError as error:
         raise RequestError(400, f"the body is not valid JSON: {error}") from None
     if not isinstance(content, dict):
-        raise RequestError(400, f"the body is {shown(content)}, must be an object")
+        raise RequestError(400, f"the body is {format_value(content)}, must be an object")
     return {name: value for name, value in content.items() if value is not None}
 
 
@@ -196,12 +201,14 @@ def _content(body: bytes, further: tuple[str, ...]) -> Json:
     for name, value in content.items():
         if name in (*_COMMON, *further) or name in _WITHOUT_EFFECT:
             continue
-        if name not in _AS_IT_IS:
-            raise RequestError(400, f"unknown field {shown(name)}", param=name, code="unknown_parameter")
-        if value not in _AS_IT_IS[name]:
+        if name not in _DEFAULTS_ONLY:
+            raise RequestError(
+                400, f"unknown field {format_value(name)}", param=name, code="unknown_parameter"
+            )
+        if value not in _DEFAULTS_ONLY[name]:
             raise RequestError(
                 400,
-                f"{name} is {shown(value)}: this server does not support that",
+                f"{name} is {format_value(value)}: this server does not support that",
                 param=name,
                 code="unsupported_parameter",
             )
@@ -216,7 +223,7 @@ def _parse_common(
 ) -> ParsedRequest:
     model = content.get("model")
     if not isinstance(model, str):
-        raise _wrong("model", model, "the name of a model")
+        raise _field_error("model", model, "the name of a model")
     most = default
     for name in _TOKENS:
         if name in content:
@@ -225,24 +232,24 @@ def _parse_common(
     stop = content.get("stop", [])
     stop = [stop] if isinstance(stop, str) else stop
     if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
-        raise _wrong("stop", content["stop"], "a string or a list of strings")
-    if len(stop) > MOST_STOPS:
+        raise _field_error("stop", content["stop"], "a string or a list of strings")
+    if len(stop) > MAX_STOPS:
         raise RequestError(
-            400, f"stop has {len(stop)} strings, at most {MOST_STOPS} are allowed", param="stop"
+            400, f"stop has {len(stop)} strings, at most {MAX_STOPS} are allowed", param="stop"
         )
     count = _whole(content, "n", 1) if "n" in content else 1
-    if (answers := count * max(len(prompts), 1)) > MOST_CHOICES:
+    if (answers := count * max(len(prompts), 1)) > MAX_CHOICES:
         raise RequestError(
-            400, f"{answers} completions in one request, at most {MOST_CHOICES} are allowed", param="n"
+            400, f"{answers} completions in one request, at most {MAX_CHOICES} are allowed", param="n"
         )
     options = content.get("stream_options", {})
     if not isinstance(options, dict):
-        raise _wrong("stream_options", options, "an object")
+        raise _field_error("stream_options", options, "an object")
     stream = _switch(content, "stream", "stream")
     usage = _switch(options, "include_usage", "stream_options.include_usage")
     for name in _CACHE_KEYS:
         if not isinstance(content.get(name, ""), str):
-            raise _wrong(name, content[name], "a string")
+            raise _field_error(name, content[name], "a string")
     cache_key = tuple(content.get(name, "") for name in _CACHE_KEYS)
     return ParsedRequest(
         model,
@@ -271,10 +278,10 @@ def _choice(content: Json) -> SamplingSettings:
 
 def _message(where: str, message: object) -> Message:
     if not isinstance(message, dict):
-        raise _wrong(where, message, "an object with role and content")
+        raise _field_error(where, message, "an object with role and content")
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or role not in ROLES:
-        raise _wrong(f"{where}.role", role, f"one of {', '.join(ROLES)}")
+        raise _field_error(f"{where}.role", role, f"one of {', '.join(ROLES)}")
     for name in ("tool_calls", "function_call", "audio"):
         if message.get(name):
             raise RequestError(
@@ -286,7 +293,7 @@ def _message(where: str, message: object) -> Message:
     if isinstance(content, list) and all(_is_text_part(part) for part in content):
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str):
-        raise _wrong(f"{where}.content", message.get("content"), "a string or parts of type text")
+        raise _field_error(f"{where}.content", message.get("content"), "a string or parts of type text")
     return {"role": ROLES[role], "content": content}
 
 
@@ -301,19 +308,19 @@ def _is_tokens(value: object) -> bool:
 def _whole(content: Json, name: str, least: int) -> int:
     value = content[name]
     if type(value) is not int or value < least:
-        raise _wrong(name, value, f"an integer of at least {least}")
+        raise _field_error(name, value, f"an integer of at least {least}")
     return value
 
 
 def _switch(content: Json, name: str, where: str) -> bool:
     value = content.get(name)
     if value not in (None, True, False):
-        raise _wrong(where, value, "true or false")
+        raise _field_error(where, value, "true or false")
     return bool(value)
 
 
-def _wrong(where: str, value: object, needed: str) -> RequestError:
-    description = "is missing" if value is None else f"is {shown(value)}"
+def _field_error(where: str, value: object, needed: str) -> RequestError:
+    description = "is missing" if value is None else f"is {format_value(value)}"
     return RequestError(400, f"{where} {description}, must be {needed}", param=where)
 
 

@@ -37,11 +37,11 @@ class RoundProcess:
     """A child process that runs a round; all methods return at once.
 
     Args:
-        round: to run.
+        round: the round to run.
         lock: file descriptor that the child inherits; None: none.
 
     Raises:
-        OSError: the process cannot be started.
+        OSError: the process can't be started.
     """
 
     words = ("-m", "device_runner.serving.round_process")

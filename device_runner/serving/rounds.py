@@ -54,7 +54,7 @@ from prge.training.store import RunStore
 # Hold out every fifth prompt, starting with the third.
 _HELD_OUT_EVERY, _FIRST_HELD_OUT = 5, 2
 # Limits on rows that must not be forgotten: candidates for replay, and rows to judge by.
-_MOST_REPLAYED, _MOST_JUDGED = 2000, 64
+_MAX_REPLAYED, _MAX_JUDGED = 2000, 64
 _LONGEST_ID = 100
 
 
@@ -63,10 +63,10 @@ class RetainedExamples:
     """Examples of the rows that must not be forgotten.
 
     Attributes:
-        replayed: to train on again.
-        judged: to judge adapters by.
-        task: of the rows.
-        sha256: of the training rows.
+        replayed: examples to train on again.
+        judged: examples to judge adapters by.
+        task: the task of the rows.
+        sha256: the hash of the training rows.
     """
 
     replayed: list[Example] = field(default_factory=list)
@@ -85,14 +85,14 @@ def read_retained_examples(settings: RunSettings, tokenizer: Tokenizer, bundle: 
     else:
         dev = read_source(settings.dev, "dev", settings.columns, objective="completion", task=task)
 
-    def some(source: RowSource, most: int, training: bool) -> list[Example]:
+    def some(source: RowSource, limit: int, training: bool) -> list[Example]:
         rows = source.rows if task is not None else _well_rated(source)
-        rows = select_rows(rows, Selection(limit=most, shuffle_seed=settings.seed))
+        rows = select_rows(rows, Selection(limit=limit, shuffle_seed=settings.seed))
         options = build_options(settings, task)
         return build_examples(rows, tokenizer, bundle.chain.model, task, options, training=training)[0]
 
-    judged = some(dev, _MOST_JUDGED, False) if dev.rows else []
-    return RetainedExamples(some(train, _MOST_REPLAYED, True), judged, task, train.sha256)
+    judged = some(dev, _MAX_JUDGED, False) if dev.rows else []
+    return RetainedExamples(some(train, _MAX_REPLAYED, True), judged, task, train.sha256)
 
 
 def _well_rated(source: RowSource) -> list[Row]:
@@ -109,7 +109,7 @@ def _well_rated(source: RowSource) -> list[Row]:
 def split_held_out(rows: Sequence[IndexEntry]) -> tuple[list[IndexEntry], list[IndexEntry]]:
     """Split rows into rows to learn and rows to hold out; rows with the same question stay together.
 
-    Rows that cannot be trained on are dropped.
+    Rows that can't be trained on are dropped.
     """
     numbers: dict[int, int] = {}
     parts: tuple[list[IndexEntry], list[IndexEntry]] = [], []
@@ -126,20 +126,20 @@ class Round:
     """A round, with everything that a process needs to run it.
 
     Args:
-        number: from 1.
-        settings: of its steps and its engine; `out` is its folder.
-        role: of its steps.
+        number: the number of the round, from 1.
+        settings: settings of its steps and its engine; `out` is its folder.
+        role: the role of its steps.
         adapter: initial adapter of the round.
         start: adapter of the first round.
         feedback: file with the rows.
         learnt: rows to learn: new ones, and those that `adapter` has not learnt because they were held out or
             their adapters were not served.
-        held: new rows to judge by.
+        held_out: new rows to judge by.
         learnt_before: all other rows.
         replay: fraction of the examples that are earlier ones.
         may_lose: by how much an adapter may be worse than `start` on retained rows.
-        has_kept: whether `train` and `dev` of the settings are rows that must not be forgotten.
-        chat_template: of the tokenizer.
+        has_retained: whether `train` and `dev` of the settings are rows that must not be forgotten.
+        chat_template: the chat template of the tokenizer.
         loaded: bytes of weights that may stay loaded; None: all.
     """
 
@@ -150,17 +150,17 @@ class Round:
     start: Adapter
     feedback: Path
     learnt: Sequence[IndexEntry]
-    held: Sequence[IndexEntry]
+    held_out: Sequence[IndexEntry]
     learnt_before: Sequence[IndexEntry]
     replay: float
     may_lose: float
-    has_kept: bool
+    has_retained: bool
     chat_template: str | None
     loaded: int | None
 
     def digest(self) -> str:
         """Return a hash of the round's rows."""
-        lists = [[row.key for row in part] for part in (self.learnt, self.held, self.learnt_before)]
+        lists = [[row.key for row in part] for part in (self.learnt, self.held_out, self.learnt_before)]
         return hashlib.sha256(json.dumps([self.replay, lists], sort_keys=True).encode()).hexdigest()
 
 
@@ -184,19 +184,21 @@ def run_round(round: Round, log: Callable[[str], object]) -> Record:
 
     Args:
         round: what to learn, and into which folder.
-        log: called with a message about each row that cannot be trained on.
+        log: called with a message about each row that can't be trained on.
 
     Returns:
         The verdict for the journal.
 
     Raises:
-        PrgeError, OSError: rows cannot be read, or the storage or the engine fails.
+        PrgeError, OSError: rows can't be read, or the storage or the engine fails.
         ChangedError: rows were deleted meanwhile.
     """
     settings, bundle = round.settings, open_bundle(round.settings.bundle)
     tokenizer = load_bundle_tokenizer(bundle)
     tokenizer.chat_template = round.chat_template
-    retained = read_retained_examples(settings, tokenizer, bundle) if round.has_kept else RetainedExamples()
+    retained = (
+        read_retained_examples(settings, tokenizer, bundle) if round.has_retained else RetainedExamples()
+    )
     # Forks a process for the chat template, which must happen before an engine computes.
     builder = FeedbackExamples(tokenizer, bundle.chain.model, build_options(settings))
     engine = open_engine(
@@ -241,9 +243,9 @@ def _train_and_judge(
         session.train(SilentObserver())
     state = session.state
     # Without held-out rows, the losses are those of the learnt rows.
-    judged_examples = feedback.examples(round.held or round.learnt)
-    held: Record = {"rows": len(judged_examples) if round.held else 0}
-    held |= {
+    judged_examples = feedback.examples(round.held_out or round.learnt)
+    held_scores: Record = {"rows": len(judged_examples) if round.held_out else 0}
+    held_scores |= {
         "before": score(engine, adapter, judged_examples).loss,
         "after": score(engine, state.adapter, judged_examples).loss,
     }
@@ -254,7 +256,7 @@ def _train_and_judge(
         )
         on_kept |= {"metric": name, "start": start, "after": new_value}
     write_result(folder / FINAL, state, bundle.adapter, overwrite=True)
-    return _verdict(round, settings.steps, len(learning), held, on_kept)
+    return _verdict(round, settings.steps, len(learning), held_scores, on_kept)
 
 
 def _verdict(round: Round, steps: int, learnt: int, held_scores: Record, retained_scores: Record) -> Record:
@@ -311,7 +313,7 @@ class _Feedback:
 
 
 def unlearnable(row: Fields, error: UnlearnableError) -> str:
-    """Format the log message about a row that cannot be trained on."""
+    """Format the log message about a row that can't be trained on."""
     return f"feedback {printable(shortened(str(row.get('id')), _LONGEST_ID))} is not usable: {error.problem}"
 
 

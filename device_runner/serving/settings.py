@@ -16,7 +16,7 @@ from prge.cli.inputs import InputFile, InputFolder, ModelInput, NamedAdapter, Tr
 from prge.cli.outputs import AppendedFile, OutputFolder
 from prge.errors import ConfigError
 
-_MOST_FEEDBACK = Bytes(1 << 30)
+_MAX_FEEDBACK = Bytes(1 << 30)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ class ServeSettings(LearnFlags, ListenFlags, EngineFlags):
     feedback: AppendedFile | None = None
     """File to which /v1/feedback appends rows, with the prompt and the completion; `prge tune --data` reads
     it. Default: nothing is stored."""
-    feedback_limit: Bytes = _MOST_FEEDBACK
+    feedback_limit: Bytes = _MAX_FEEDBACK
     """Largest size of this file, such as 200MB; beyond it, feedback gets status 507."""
     runs: InputFolder | None = None
     """A run, or a folder with runs, to show on the page /training. Default: none."""
@@ -109,4 +109,4 @@ class ServeSettings(LearnFlags, ListenFlags, EngineFlags):
                 f"--feedback is {self.feedback}: --learn sets it to a file in its folder; leave it out"
             )
         if problems:
-            raise ConfigError("These settings cannot be used:", problems, code="settings-unusable")
+            raise ConfigError("These settings can't be used:", problems, code="settings-unusable")

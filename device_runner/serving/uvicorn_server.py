@@ -22,7 +22,7 @@ from prge.system.interrupts import ending_signals, handle_signals
 # Seconds for a client to send a request's head, and to continue reading a response.
 SECONDS_TO_BEGIN = 20
 SECONDS_TO_READ = 60
-MOST_CONNECTIONS = 256
+MAX_CONNECTIONS = 256
 # Connections that are accepted at once, before they are counted.
 _BACKLOG = 64
 # Seconds for responses that are in progress when the server is asked to stop.
@@ -44,7 +44,7 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
     except OSError as error:
         raise RunError(
             f"Cannot listen at {host}:{port}: {error.strerror}",
-            remedy="give another --host or --port",
+            remedy="Give another --host or --port.",
             code="address-not-available",
         ) from None
     with listener:
@@ -130,7 +130,7 @@ class _Protocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._await_request()
-        if len(self.connections) > MOST_CONNECTIONS:
+        if len(self.connections) > MAX_CONNECTIONS:
             every = [each for each in self.connections if isinstance(each, _Protocol)]
             longest = min((each for each in every if each._waits_for_client), key=lambda each: each._since)
             self.connections.discard(longest)

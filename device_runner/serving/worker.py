@@ -23,16 +23,19 @@ class Worker:
 
     Args:
         generator: used by this thread only.
-        most: completions that are generated or wait at once.
+        max_requests: completions that are generated or wait at once.
         on_busy: called with True when the first of several completions begins, and with False when the last
             one has ended.
     """
 
     def __init__(
-        self, generator: Generator, most: int, on_busy: Callable[[bool], object] = lambda is_busy: None
+        self,
+        generator: Generator,
+        max_requests: int,
+        on_busy: Callable[[bool], object] = lambda is_busy: None,
     ) -> None:
         self._generator = generator
-        self._most = most
+        self._max_requests = max_requests
         self._on_busy = on_busy
         self._failure: Exception | None = None
         self._lock = threading.Lock()
@@ -70,11 +73,13 @@ class Worker:
 
         Raises:
             BusyError: the queue is full.
-            DataError: a prompt cannot be used.
+            DataError: a prompt can't be used.
         """
         with self._lock:
-            if not self.alive or len(self._tickets) + len(requests) > self._most:
-                raise BusyError(f"at most {self._most} completions are generated at once: try again later")
+            if not self.alive or len(self._tickets) + len(requests) > self._max_requests:
+                raise BusyError(
+                    f"at most {self._max_requests} completions are generated at once: try again later"
+                )
             tickets: list[Ticket] = []
             try:
                 for request, handler in requests:

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from device_runner.session.sensors import SensorReading, Sensors
 from prge.cli.bounds import BOUNDS
-from prge.errors import shown
+from prge.errors import format_value
 
 COOL = 42.0
 COOLER_BY = 3.0
@@ -128,7 +128,7 @@ class Hours(Constraint):
 
     @staticmethod
     def parse(text: str, flag: str) -> Hours | None:
-        """Parse hours such as 22:00-07:00 or 22-7; returns None for any other text."""
+        """Parse hours such as 22:00-07:00 or 22-7; return None for any other text."""
         match = _HOURS.fullmatch(text)
         if match is None:
             return None
@@ -180,7 +180,7 @@ def _parse_word(word: str) -> Constraint:
     name, _, number = word.partition(":")
     constraint = _parse_with_limit(name, number, flag)
     if constraint is None:
-        raise ValueError(f"--when has {shown(word)}, must be {_FORMS}")
+        raise ValueError(f"--when has {format_value(word)}, must be {_FORMS}")
     return constraint
 
 

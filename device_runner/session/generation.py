@@ -18,7 +18,7 @@ from prge.cli.outputs import AppendedFile
 from prge.data.columns import RowError
 from prge.data.forms.messages import template_kwargs
 from prge.data.tokenization.tokenizer import Tokenizer
-from prge.errors import BundleError, ConfigError, printable, visible
+from prge.errors import BundleError, ConfigError, escape_control, printable
 from prge.formats.adapter import Adapter
 from prge.formats.bundle import Bundle, open_bundle
 from prge.formats.peft import find_adapter, read_compatible_adapter, read_peft
@@ -138,7 +138,7 @@ class GenerateSettings(GenerationFlags, SelectionFlags, RowsFlags, BundleFlags):
         if self.system is not None and self.prompt and not self.chat:
             problems.append("--system requires --chat, --messages or --data")
         if problems:
-            raise ConfigError("these settings can't be used:", problems, code="settings-unusable")
+            raise ConfigError("These settings can't be used:", problems, code="settings-unusable")
 
 
 @dataclass(frozen=True)
@@ -166,8 +166,8 @@ def open_generative_bundle(folder: Path) -> Bundle:
     bundle = open_bundle(folder)
     if bundle.chain.readout != "logprobs":
         raise BundleError(
-            f"{folder} cannot generate text: its readout is {bundle.chain.readout}",
-            remedy="export a causal language model, without label words",
+            f"{folder} can't generate text: its readout is {bundle.chain.readout}.",
+            remedy="Export a causal language model, without label words.",
             code="readout-writes-no-text",
         )
     return bundle
@@ -212,9 +212,9 @@ def adapters_by_name(named: Sequence[tuple[str, Adapter]]) -> dict[str, Adapter]
         f"{name!r} is the name of {count} adapters" for name, count in counts.items() if count > 1
     ]:
         raise ConfigError(
-            "adapters need different names:",
+            "Adapters need different names:",
             problems,
-            remedy="give --adapter NAME=PATH",
+            remedy="Give --adapter NAME=PATH.",
             code="adapter-names-unusable",
         )
     return dict(named)
@@ -271,4 +271,4 @@ def open_generation_engine_within(
 def print_note(text: str) -> None:
     """Print a message for the user to standard error, apart from generated text."""
     with best_effort(sys.stderr):
-        print(visible(text), file=sys.stderr, flush=True)
+        print(escape_control(text), file=sys.stderr, flush=True)

@@ -18,9 +18,9 @@ from prge.training.estimators.table import DEFAULT_QUERIES
 from prge.training.sampler import Sampler
 
 # A smooth loss doesn't change between epsilons this close, but rounding errors do.
-NEIGHBOUR = math.sqrt(2)
-POOR = 0.9
-STEPS_OF_A_NOTE = 4
+EPSILON_RATIO = math.sqrt(2)
+POOR_AGREEMENT = 0.9
+NOTE_STEPS = 4
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def noise_note(
         objective: objective of the run.
     """
     queries, name = settings.queries or DEFAULT_QUERIES, settings.estimator or "antithetic"
-    epsilons = (settings.epsilon, settings.epsilon * NEIGHBOUR)
+    epsilons = (settings.epsilon, settings.epsilon * EPSILON_RATIO)
     reference, values = (
         np.stack(
             [
@@ -78,7 +78,7 @@ def noise_note(
                     engine, Step(adapter, sampler.batch(step), settings.seed, step, head, None, objective)
                 )
                 .projected_gradients
-                for step in range(STEPS_OF_A_NOTE)
+                for step in range(NOTE_STEPS)
             ]
         )
         for epsilon in epsilons
@@ -86,4 +86,4 @@ def noise_note(
     r = measure_agreement(values, reference).r
     sizes = " and ".join(f"{epsilon:.3g}" for epsilon in epsilons)
     note = f"int8 activations: finite differences at epsilon {sizes} agree with r = {r:.2f}"
-    return f"{note}; --estimator tangent has no such noise" if r < POOR else note
+    return f"{note}; --estimator tangent has no such noise" if r < POOR_AGREEMENT else note

@@ -36,8 +36,8 @@ def prepare_heads(
     elif settings.heads_of:
         if not settings.heads_of.is_file():
             raise RunError(
-                f"--heads-of is {settings.heads_of}, which doesn't exist",
-                remedy="set it to the journal.jsonl of a run, or leave it out",
+                f"--heads-of is {settings.heads_of}, which doesn't exist.",
+                remedy="Set it to the journal.jsonl of a run, or leave it out.",
                 code="file-missing",
             )
         other = Journal(settings.heads_of, writable=False)

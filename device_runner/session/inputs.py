@@ -152,9 +152,9 @@ def _sample_prompts(settings: RunSettings, tokenizer: Tokenizer) -> list[SampleP
 def _sample_rows(count: int, dev: list[Example]) -> list[Example]:
     if count and not (dev and all(example.choices for example in dev)):
         raise ConfigError(
-            "these settings can't be used:",
+            "These settings can't be used:",
             [f"--sample-rows is {count}, but there are no development rows with candidates"],
-            remedy="leave it out, or set --dev and a task with candidates",
+            remedy="Leave it out, or set --dev and a task with candidates.",
             code="candidates-missing",
         )
     return dev[:count]

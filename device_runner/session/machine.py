@@ -16,7 +16,7 @@ _WIDTH, _SECONDS = 256, 0.2
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return describe_machine about this machine as JSON values.
+    """Return facts about this machine as JSON values.
 
     These are the native engine's threads, available memory in bytes (None: unknown), float32 operations per
     second, readings of sensors, and the `meta` block of run.json.
@@ -28,13 +28,13 @@ def describe_machine() -> dict[str, Any]:
     return {
         "threads": runtime.set_threads(None),
         "free_bytes": memory_info().get("MemAvailable"),
-        "flops": flops(),
+        "flops": measure_flops(),
         "sensors": Sensors().record(),
         "where": environment(),
     }
 
 
-def flops() -> float:
+def measure_flops() -> float:
     """Return the float32 operations per second of a numpy matrix product: an estimate of training speed."""
     matrix = np.ones((_WIDTH, _WIDTH), np.float32)
     product = matrix @ matrix

@@ -31,7 +31,7 @@ LOOK_SECONDS, _POLL_SECONDS = 1.0, 0.01
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the verb; returns its exit code, or 128 + the number of the signal that ended it."""
+    """Run the verb; return its exit code, or 128 + the number of the signal that ended it."""
     cache, path, celsius, minutes, *words = argv
     if reason := _wait_until_cool(Sensors(), float(celsius), 60 * float(minutes)):
         print(f"error: {reason}", file=sys.stderr)
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _wait_until_cool(sensors: Sensors, celsius: float, seconds: float) -> str:
-    """Wait until the machine is cool; returns why it can't be measured, or an empty string.
+    """Wait until the machine is cool; return why it can't be measured, or an empty string.
 
     A machine without a thermometer counts as cool.
     """
@@ -92,7 +92,7 @@ def _start(cache: Path, words: Sequence[str]) -> int:
 
 
 def _wait_briefly(child: int) -> int | None:
-    """Wait a moment for a child to end; returns its status or None."""
+    """Wait a moment for a child to end; return its status or None."""
     until = time.monotonic() + LOOK_SECONDS
     while time.monotonic() < until:
         ended, status = os.waitpid(child, os.WNOHANG)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from device_runner.engines.backend import choose
+from device_runner.engines.backend import choose_backend
 from device_runner.engines.trunk_cache import Precision
 from prge.engine import EngineName
 from prge.formats.bundle import Bundle
@@ -29,10 +29,10 @@ from prge.training.costs import (
     step_shape,
 )
 
-_LESS = "give more, or take a smaller --batch-size, shorter rows, or a bundle with a smaller adapter"
-_LESS_TEXT = "give more, or take a smaller --context"
+_STEP_REMEDY = "Give more, or take a smaller --batch-size, shorter rows, or a bundle with a smaller adapter."
+_CONTEXT_REMEDY = "Give more, or take a smaller --context."
 # Shortest useful context in tokens.
-_FEWEST_TOKENS, _STEP = 64, 64
+_MIN_TOKENS, _STEP = 64, 64
 
 
 def step_budget(
@@ -54,12 +54,12 @@ def step_budget(
     Raises:
         ConfigError: the process needs more than the limit; the message names the minimum.
         BundleError: the bundle doesn't describe its memory.
-        EngineError: see device_runner.engines.backend.choose.
+        EngineError: see device_runner.engines.backend.choose_backend.
     """
     if limit is None:
         return None
     outline, weights = bundle_costs(bundle)
-    name = choose(engine).name
+    name = choose_backend(engine).name
 
     def memory(shape: StepShape) -> Callable[[int], int]:
         roles = bundle.chain.roles
@@ -68,7 +68,9 @@ def step_budget(
         )
 
     needed = [memory(shape) for shape in shapes]
-    return fit_budget(limit, lambda loaded: max(each(loaded) for each in needed), weights, process, _LESS)
+    return fit_budget(
+        limit, lambda loaded: max(each(loaded) for each in needed), weights, process, _STEP_REMEDY
+    )
 
 
 def shape_of_scores(bundle: Bundle, examples: Sequence[Example]) -> StepShape:
@@ -103,7 +105,7 @@ def generation_budget(
     if limit is None:
         return context, None
     outline, weights = bundle_costs(bundle)
-    chain, name = bundle.chain, choose(engine).name
+    chain, name = bundle.chain, choose_backend(engine).name
     cache_bytes = 2 if precision == "float16" else 4
     slots = min(slots, chain.bounds.sequences)
 
@@ -128,11 +130,11 @@ def generation_budget(
     if context is None:
         # The context comes first: weights can be mapped on demand, but a truncated text is lost.
         context = most
-        while context > _FEWEST_TOKENS and needed(context)(weights.largest) > limit:
-            context = max(context // 2 // _STEP * _STEP, _FEWEST_TOKENS)
+        while context > _MIN_TOKENS and needed(context)(weights.largest) > limit:
+            context = max(context // 2 // _STEP * _STEP, _MIN_TOKENS)
     context = min(context, most)
     process = "this process" if steps is None else "a server that learns"
-    return context, fit_budget(limit, needed(context), weights, process, _LESS_TEXT)
+    return context, fit_budget(limit, needed(context), weights, process, _CONTEXT_REMEDY)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from prge.errors import ConfigError
 # Time between two readings of the sensors.
 SECONDS = 5.0
 _SLICE_SECONDS = 0.1
-Say = Callable[[str], object]
+Log = Callable[[str], object]
 
 
 class PauseObserver(Protocol):
@@ -26,15 +26,15 @@ class PauseObserver(Protocol):
         ...
 
     def note(self, text: str) -> None:
-        """Tell the user, and the log."""
+        """Print a text for the user, and log it."""
         ...
 
     def on_wait(self, why: str) -> None:
-        """Called when a pause begins, or its reason changes."""
+        """Handle the beginning of a pause, or a change of its reason."""
         ...
 
     def on_pause(self, seconds: float) -> None:
-        """Called when a pause of this length has ended."""
+        """Handle the end of a pause of this length."""
         ...
 
 
@@ -64,43 +64,43 @@ class Pauses:
         problems = [f"{flag}: {reading.reason}" for flag, reading in readings if reading.value is None]
         if problems:
             raise ConfigError(
-                "the device lacks sensors for these constraints:",
+                "The device lacks sensors for these constraints:",
                 problems,
-                remedy="leave them out",
+                remedy="Leave them out.",
                 code="condition-not-measurable",
             )
 
-    def wait(self, watcher: PauseObserver) -> bool:
-        """Wait until all constraints are met; returns whether the work must stop."""
+    def wait(self, observer: PauseObserver) -> bool:
+        """Wait until all constraints are met; return whether the work must stop."""
         begin, reason = time.perf_counter(), ""
-        while not watcher.stopped and (current := self.reason_to_wait(watcher.note)):
+        while not observer.stopped and (current := self.reason_to_wait(observer.note)):
             if _reason_type(current) != _reason_type(reason):
-                watcher.on_wait(reason := current)
+                observer.on_wait(reason := current)
             time.sleep(min(_SLICE_SECONDS, self._seconds))
         if reason:
-            watcher.on_pause(time.perf_counter() - begin)
-        return watcher.stopped
+            observer.on_pause(time.perf_counter() - begin)
+        return observer.stopped
 
-    def reason_to_wait(self, say: Say) -> str:
+    def reason_to_wait(self, log: Log) -> str:
         """Return why work must wait now, or an empty string.
 
-        `say` gets a message when a pause begins, changes and ends.
+        `log` gets a message when a pause begins, changes and ends.
         """
         with self._lock:
             now = time.monotonic()
             if not self._constraints or now < self._next:
                 return self._why
-            previous, self._why = self._why, self._first_unmet(say)
+            previous, self._why = self._why, self._first_unmet(log)
             self._next = time.monotonic() + self._seconds
             if self._why and not previous:
                 self._since = now
             if self._why and _reason_type(self._why) != _reason_type(previous):
-                say(f"paused, {self._why}")
+                log(f"paused, {self._why}")
             if previous and not self._why:
-                say(f"going on after a pause of {now - self._since:.0f} s")
+                log(f"resuming after a pause of {now - self._since:.0f} s")
             return self._why
 
-    def _first_unmet(self, say: Say) -> str:
+    def _first_unmet(self, log: Log) -> str:
         """Return the reason of the first constraint that isn't met."""
         for each in self._constraints:
             reading = each.read(self._sensors)
@@ -108,7 +108,7 @@ class Pauses:
                 # Reported once; a sensor that can't be read any more pauses nothing.
                 if each.sensor not in self._unreadable:
                     self._unreadable.add(each.sensor)
-                    say(f"the {each.sensor} can no longer be read: {reading.reason}")
+                    log(f"the {each.sensor} can no longer be read: {reading.reason}")
             elif why := each.unmet(reading.value, self._sensors, bool(self._why)):
                 return why
         return ""

@@ -24,7 +24,7 @@ from prge.training.sampler import max_sequences
 DEFAULT_BATCH = 4
 # Gradients of this many steps take about as much room as the checkpoint before them.
 STEPS_OF_GRADIENTS = 4
-_MOST_STEP_BYTES = 1 << 36
+_MAX_STEP_BYTES = 1 << 36
 
 
 @dataclass(frozen=True)
@@ -90,11 +90,11 @@ def plan_run(
         )
     factors = sum(matrix.rank + matrix.width for matrix in matrices(chain.modules))
     elements = shape.copies * adapter_size(chain.modules) + shape.queries * shape.sequences * factors
-    if 4 * elements > _MOST_STEP_BYTES:
+    if 4 * elements > _MAX_STEP_BYTES:
         raise _settings_error(
             "step-too-large",
             f"the perturbed adapters or directions of a step take {4 * elements:,} bytes, the limit is "
-            f"{_MOST_STEP_BYTES:,}",
+            f"{_MAX_STEP_BYTES:,}",
             "choose fewer --queries or a smaller --batch-size",
         )
     settings = replace(settings, batch_size=batch)
@@ -150,7 +150,7 @@ def resolve_settings(settings: RunSettings, bundle: Bundle) -> RunSettings:
 
 
 def _settings_error(code: str, problem: str, remedy: str) -> ConfigError:
-    return ConfigError("the settings don't fit the bundle:", [problem], remedy=remedy, code=code)
+    return ConfigError("The settings don't fit the bundle:", [problem], remedy=remedy, code=code)
 
 
 def _resolve_steps(settings: RunSettings, batch: int, examples: int) -> RunSettings:

@@ -55,8 +55,8 @@ def load_or_compute_references(
         scores = [list(each.reference) for each in scored]
         if not np.isfinite(scores).all():
             raise EngineError(
-                "the start adapter's scores of these rows are not finite",
-                remedy="the adapter or the bundle is damaged: start from the bundle's own, or export again",
+                "The start adapter's scores of these rows are not finite.",
+                remedy="The adapter or the bundle is damaged: start from the bundle's own, or export again.",
                 code="scores-not-finite",
             )
         write_file(path, json.dumps({"of": key, "scores": scores, "sha256": _digest(key, scores)}).encode())

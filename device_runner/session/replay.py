@@ -22,7 +22,7 @@ def replay(journal: Journal, step: int | None = None) -> TrainingState:
     start = journal.first("start")
     if start is None:
         raise RunError(
-            f"{journal.path} has no first record", remedy="use the journal of a run", code="journal-empty"
+            f"{journal.path} has no first record.", remedy="Use the journal of a run.", code="journal-empty"
         )
     with journal.reading(start):
         state = first_state(journal, start)
@@ -34,8 +34,8 @@ def replay(journal: Journal, step: int | None = None) -> TrainingState:
         step = state.progress.best_step if state.progress.best_step >= 0 else journal.steps
     if step > journal.steps:
         raise RunError(
-            f"the run has {journal.steps} steps, not {step}",
-            remedy="use a smaller --step",
+            f"The run has {journal.steps} steps, not {step}.",
+            remedy="Use a smaller --step.",
             code="step-out-of-bounds",
         )
     advance(state, journal, load_estimator(journal), step)
@@ -52,12 +52,12 @@ def advance(state: TrainingState, journal: Journal, estimator: Estimator, step: 
         record = journal.step(number)
         if record is None:
             raise RunError(
-                f"{journal.path} lacks step {number}", remedy="restore it from a copy", code="step-missing"
+                f"{journal.path} lacks step {number}.", remedy="Restore it from a copy.", code="step-missing"
             )
         if "seeds" in record:
             raise RunError(
-                f"{journal.path} is of an earlier version's fleet, whose devices had directions of their own",
-                remedy="use the adapter in its final/ or checkpoints/",
+                f"{journal.path} is of an earlier version's fleet, whose devices had their own directions.",
+                remedy="Use the adapter in its final/ or checkpoints/.",
                 code="journal-of-other-version",
             )
         with journal.reading(record):

@@ -20,7 +20,7 @@ from prge.data.forms.messages import template_variables
 from prge.data.readers.files import FORMATS, Row, read_rows, read_text
 from prge.data.tokenization.tokenizer import Tokenizer
 from prge.engine import Engine
-from prge.errors import DataError, shown
+from prge.errors import DataError, as_clause, format_value
 from prge.formats.documents import DocumentError, parse_json
 from prge.formats.journal import Record
 from prge.formats.run_folder import SAMPLES, as_run_error
@@ -34,7 +34,7 @@ from prge.training.checkpoint import TrainingState
 from prge.training.estimators.protocol import Measurement
 from prge.training.monitor import RunMonitor, describe_prompt
 
-MOST_TOKENS = 64
+MAX_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,10 @@ def read_prompts(path: Path, prompts: Prompts) -> list[SamplePrompt]:
         except ValueError as error:
             problems.append(f"row {row.number}: {error}")
         except DataError as error:
-            headline = error.what.partition("\n")[0]
-            problems.append(f"row {row.number}: {'; '.join([headline, *error.problems])}")
+            problems.append(f"row {row.number}: {'; '.join([as_clause(error.what), *error.problems])}")
     if problems or not samples:
         raise DataError(
-            f"{path} can't be used as prompts", problems or ["it has none"], code="prompts-unusable"
+            f"{path} can't be used as prompts:", problems or ["it has none"], code="prompts-unusable"
         )
     return samples
 
@@ -80,7 +79,7 @@ def _prompt(row: Row, prompts: Prompts) -> SamplePrompt:
         return SamplePrompt(messages, prompts.encode_messages(messages, template_variables(row.fields)))
     text = row.fields.get("prompt")
     if not isinstance(text, str) or not text:
-        raise ValueError(f"prompt is {shown(text)}, must be a text; or use messages")
+        raise ValueError(f"prompt is {format_value(text)}, must be a text; or use messages")
     return SamplePrompt(text, prompts.encode_text(text))
 
 
@@ -112,7 +111,7 @@ class TextAnswerer:
         """See Answerer."""
         # Training changes the adapter in place, and a generator's adapter must not change.
         adapter = state.adapter.copy()
-        settings = GenerationSettings(MOST_TOKENS, overflow="truncate")
+        settings = GenerationSettings(MAX_TOKENS, overflow="truncate")
         answers = self._generator.generate([Request(each, adapter, settings) for each in self._prompts])
         self._generator.close()
         return [answer.text for answer in answers]
@@ -145,13 +144,13 @@ def _prompt_tokens(example: Example) -> tuple[int, ...]:
 
 
 class Samples:
-    """Implements prge.training.loop.Observer: forwards everything to a watcher, and takes samples in between.
+    """Implements prge.training.loop.Observer: forwards everything to a monitor, and takes samples in between.
 
     Args:
         answerer: answers the prompts.
         state: training state of the model that answers.
         every: steps between samples; 0: none during training.
-        watcher: observer of the run.
+        monitor: observer of the run.
     """
 
     def __init__(
@@ -159,26 +158,26 @@ class Samples:
         answerer: Answerer,
         state: TrainingState,
         every: int,
-        watcher: RunMonitor,
+        monitor: RunMonitor,
     ) -> None:
         self._answerer = answerer
         self._state = state
         self._every = every
-        self._watcher = watcher
-        self._path = watcher.settings.out / SAMPLES
+        self._monitor = monitor
+        self._path = monitor.settings.out / SAMPLES
         self._records = _repaired_records(self._path)
         self._last = 0
-        watcher.summary_facts["samples"] = self.summary()
+        monitor.summary_facts["samples"] = self.summary()
         self.take_due()
 
     def on_step(self, record: Record, measurement: Measurement | None) -> None:
         """See prge.training.loop.Observer."""
-        self._watcher.on_step(record, measurement)
+        self._monitor.on_step(record, measurement)
         self.take_due()
 
     def on_evaluation(self, record: Record, fresh: bool) -> None:
         """See prge.training.loop.Observer."""
-        self._watcher.on_evaluation(record, fresh)
+        self._monitor.on_evaluation(record, fresh)
 
     def take_due(self) -> None:
         """Answer all prompts if the current step is due."""
@@ -192,7 +191,7 @@ class Samples:
         known, prompts = self._records_of(step), self._answerer.prompts
         if not all(json.dumps(each) in known for each in prompts):
             self._answer(step, known)
-        self._watcher.summary_facts["samples"] = self.summary()
+        self._monitor.summary_facts["samples"] = self.summary()
 
     def _answer(self, step: int, known: Collection[str]) -> None:
         """Answer all prompts, and write the answers that are not known."""
@@ -211,8 +210,10 @@ class Samples:
             os.fsync(stream.fileno())
         self._records += records
         first = records[0]
-        self._watcher.note(f"step {step}: {describe_prompt(first['prompt'])} -> {shown(first['text'])}")
-        self._watcher.on_samples()
+        self._monitor.note(
+            f"step {step}: {describe_prompt(first['prompt'])} -> {format_value(first['text'])}"
+        )
+        self._monitor.on_samples()
 
     def summary(self) -> Record:
         """Return the answers before the first step, and the latest ones."""

@@ -18,7 +18,7 @@ _COOLEST, _HOTTEST = -40.0, 150.0
 # Shortest time to measure the use of processors.
 _MOMENT = 0.5
 # Linux reports microamperes; a smaller current of a phone at work must be in another unit.
-_LEAST_MICROAMPERES = 5_000.0
+_MIN_MICROAMPERES = 5_000.0
 _COULOMBS = 3.6e-3  # of a microampere-hour
 
 
@@ -166,7 +166,7 @@ class Sensors:
             volts = _number(path.with_name("voltage_now"))
             if current is None or volts is None:
                 continue
-            if abs(current) < _LEAST_MICROAMPERES:
+            if abs(current) < _MIN_MICROAMPERES:
                 return SensorReading(
                     None, reason=f"{path} is {current:g}, which is too small for microamperes"
                 )

@@ -152,9 +152,9 @@ class RunSettings(EngineFlags, RunFlags, TrainingFlags, WaitFlags):
             )
         if problems:
             raise ConfigError(
-                "these settings can't be used:",
+                "These settings can't be used:",
                 problems,
-                remedy="see `prge run --help`",
+                remedy="See `prge run --help`.",
                 code="settings-unusable",
             )
 
@@ -189,7 +189,7 @@ class EvaluateSettings(EngineFlags, ObjectiveFlags, OverflowFlags, SelectionFlag
     """JSON file to write the result to."""
 
     def with_date(self) -> EvaluateSettings:
-        """The same settings with the date of the run that is scored, where they have none and it has one."""
+        """Return the settings with the scored run's date, if they have no date and the run has one."""
         trained = self.adapter or (self.bundle if find_tuning(self.bundle) else None)
         if self.date or trained is None or not trained.exists():
             return self

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from prge.errors import shown
+from prge.errors import format_value
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ BOUNDS: Mapping[str, Range] = {
 def bound_problems(settings: Any) -> list[str]:
     """Return a line for every number of a settings object that is out of bounds."""
     return [
-        f"{flag(item.name)} is {shown(value)}, {problem}"
+        f"{flag(item.name)} is {format_value(value)}, {problem}"
         for item in dataclasses.fields(settings)
         for value in _numbers(getattr(settings, item.name))
         if (problem := BOUNDS[item.name].problem(value) if item.name in BOUNDS else "")

@@ -100,12 +100,12 @@ def convert_value(value: Any, field_type: Any) -> Any:
 
 
 def is_list_type(field_type: Any) -> bool:
-    """Whether a flag of this type takes several values."""
+    """Return whether a flag of this type takes several values."""
     return any(get_origin(member) in (list, tuple) for member in _members(field_type))
 
 
 def contains_path_type(field_type: Any) -> bool:
-    """Whether values of this type are paths or contain paths."""
+    """Return whether values of this type are paths or contain paths."""
     return field_type is Path or any(map(contains_path_type, get_args(field_type)))
 
 

@@ -126,7 +126,7 @@ def field_help(settings_type: type[Any]) -> dict[str, str]:
 
 
 def is_required(item: dataclasses.Field[Any]) -> bool:
-    """Whether a field has no default."""
+    """Return whether a field has no default."""
     return item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
 
 

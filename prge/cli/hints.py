@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable
 from functools import cache
 from pathlib import Path
 
-from prge.errors import PrgeError, shown
+from prge.errors import PrgeError, format_value
 from prge.formats.documents import read_yaml
 
 
@@ -65,8 +65,8 @@ def verb_error(name: str, verbs: Collection[str], prog: str) -> PrgeError:
     """
     matches = [verb for verb in _names_by_alias("verbs").get(name.lower(), ()) if verb in verbs]
     similar = next(iter(matches), "") or closest_match(name, verbs, 0.6)
-    remedy = f"did you mean `{prog} {similar}`?" if similar else f"`{prog} --help` lists the verbs"
-    return PrgeError(f"there is no verb {shown(name)} of {prog}", remedy=remedy, code="verb-unknown")
+    remedy = f"Did you mean `{prog} {similar}`?" if similar else f"`{prog} --help` lists the verbs."
+    return PrgeError(f"There is no verb {format_value(name)} of {prog}.", remedy=remedy, code="verb-unknown")
 
 
 def closest_match(name: str, names: Iterable[str], cutoff: float) -> str:

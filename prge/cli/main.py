@@ -138,7 +138,7 @@ def _print_defect(error: Exception, words: Sequence[str]) -> int:
         traceback.print_exception(error)
     return _fail(
         prog,
-        f"this is a defect of prge {__version__}: please report it with the traceback above and the command "
+        f"This is a defect of prge {__version__}: please report it with the traceback above and the command "
         f"`{' '.join(dict.fromkeys([prog, *flags]))}`",
         DEFECT,
     )
@@ -186,7 +186,7 @@ def _exit_code(prog: str, work: Callable[[], int | None]) -> int:
             raise
         if is_out_of_memory(error):
             details = f": {error}" if str(error) else ""
-            message = f"error: there is not enough memory{details}\n  {OUT_OF_MEMORY_REMEDY}"
+            message = f"error: There is not enough memory{details}\n  {OUT_OF_MEMORY_REMEDY}"
             return _fail(prog, message, PrgeError.exit_code)
         # An OSError without a file name is more likely a defect than a full disk or a missing permission.
         if not isinstance(error, OSError) or (error.filename is None and error.errno != errno.ENOSPC):

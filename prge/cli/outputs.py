@@ -58,9 +58,9 @@ def check_outputs(settings: Any) -> None:
             same = [other for other in paths if other != name and _target(path) in map(_target, paths[other])]
             if same:
                 raise ConfigError(
-                    "these settings can't be used:",
+                    "These settings can't be used:",
                     [f"{flag(name)} and {flag(same[0])} are the same file, {path}"],
-                    remedy="give another file to write",
+                    remedy="Give another file to write.",
                     code="outputs-same-file",
                 )
 

@@ -62,10 +62,10 @@ from prge.cli.field_types import (
 from prge.cli.help import field_help, is_required, print_settings_help
 from prge.cli.hints import closest_match, current_name, suggest_setting
 from prge.cli.outputs import check_outputs, output_settings
-from prge.errors import LONGEST_VALUE, ConfigError, RunError, shortened, shown
-from prge.formats.documents import MOST_YAML_BYTES, DocumentError, parse_yaml, read_document
+from prge.errors import LONGEST_VALUE, ConfigError, RunError, format_value, shortened
+from prge.formats.documents import MAX_YAML_BYTES, DocumentError, parse_yaml, read_document
 from prge.formats.format3 import ROLES
-from prge.formats.stored_settings import check_links, is_outside, is_own
+from prge.formats.stored_settings import check_links, has_own_signature, is_outside
 from prge.system.terminal import best_effort
 
 Settings = TypeVar("Settings")
@@ -150,7 +150,7 @@ def read_stored(
 
 
 def is_config_of(settings_type: type[Any], path: Path) -> bool:
-    """Whether a file holds valid settings of this class."""
+    """Return whether a file holds valid settings of this class."""
     try:
         read_settings(settings_type, path, "prge")
     except ConfigError:
@@ -164,8 +164,8 @@ def parse_path(value: object, where: str) -> Path:
         return Path(convert_value(value, Path))
     except CONVERSION_ERRORS:
         raise ConfigError(
-            "a setting can't be used:",
-            [f"{where} must be a path, not {shown(value)}"],
+            "A setting can't be used:",
+            [f"{where} must be a path, not {format_value(value)}"],
             code="settings-unusable",
         ) from None
 
@@ -292,7 +292,7 @@ class _StrayWord(NamedTuple):
     def problem(self) -> str:
         """Return the message for a word that no positional setting takes."""
         hint = f" Quote values with spaces: {shortened(self.quoted, LONGEST_VALUE)}" if self.quoted else ""
-        return f"{shown(self.word)} stands alone: which flag does it belong to?{hint}"
+        return f"{format_value(self.word)} stands alone: which flag does it belong to?{hint}"
 
 
 def _field_types(settings_type: type[Any]) -> dict[str, Any]:
@@ -406,7 +406,7 @@ def _describe_repeated(entries: Sequence[_SettingValue], field_types: Mapping[st
         ):
             values.setdefault(entry.key, []).append(entry.value)
     return [
-        f"{flag(key)} is given {len(each)} times, the last one counts: {', '.join(map(shown, each))}"
+        f"{flag(key)} is given {len(each)} times, the last one counts: {', '.join(map(format_value, each))}"
         for key, each in values.items()
         if any(other != each[0] for other in each)
     ]
@@ -419,7 +419,7 @@ def _read_file(path: Path, settings_type: type[Any], problems: list[str]) -> lis
 
 def _read_bytes(path: Path, problems: list[str]) -> bytes | None:
     try:
-        return read_document(path, MOST_YAML_BYTES)
+        return read_document(path, MAX_YAML_BYTES)
     except (OSError, DocumentError) as error:
         problems.append(f"{path} can't be read: {getattr(error, 'strerror', None) or error}")
         return None
@@ -446,7 +446,7 @@ def _stored_settings(
     content = _read_bytes(path, problems)
     entries = [] if content is None else _parse_document(content, path, settings_type, problems)
     entries = _without_warnings(entries)
-    if content is None or is_own(content, path.name):
+    if content is None or has_own_signature(content, path.name):
         return entries
     field_types, outputs = _field_types(settings_type), output_settings(settings_type)
     refused = {
@@ -461,7 +461,7 @@ def _stored_settings(
         flags = shlex.join(word for key, texts in refused.items() for word in (flag(key), *texts))
         raise ConfigError(
             f"{path} names paths outside of its folder and wasn't written by your prge:",
-            [f"{key}: {', '.join(map(shown, texts))}" for key, texts in refused.items()],
+            [f"{key}: {', '.join(map(format_value, texts))}" for key, texts in refused.items()],
             remedy=remedy or f"if you trust these paths, give them again: {flags}",
             code="path-outside",
         )
@@ -503,7 +503,7 @@ def _parse_mapping(
             entries.append(_SettingValue.of(f"{where}: {key}", name, to_python_value(value), new_name))
         else:
             match, hint = suggest_setting(str(key).replace("-", "_"), field_types, str)
-            problems.append(f"{where}: {shown(key)} is no setting of this verb{hint}")
+            problems.append(f"{where}: {format_value(key)} is no setting of this verb{hint}")
             entries += [_SettingValue(where, match, _MISNAMED)] if match else []
     problems += _given_twice(entries)
     return entries
@@ -521,7 +521,7 @@ def _with_stored(
         else:
             similar = closest_match(named["preset"], known, 0.6)
             hint = f"; did you mean {similar}?" if similar else f", must be one of {', '.join(known)}"
-            problems.append(f"--preset is {shown(named['preset'])}{hint}")
+            problems.append(f"--preset is {format_value(named['preset'])}{hint}")
     if hasattr(settings_type, "KEPT") and "folder" in named:
         kept = Path(named["folder"]) / settings_type.KEPT
         overridden = {entry.key for entry in entries}
@@ -533,8 +533,8 @@ def _with_stored(
         folder = Path(named["resume"])
         if not (folder / settings_type.STORED).is_file():
             raise RunError(
-                f"{folder} is no run: it has no {settings_type.STORED}",
-                remedy="give the folder that `--out` named",
+                f"{folder} is no run: it has no {settings_type.STORED}.",
+                remedy="Give the folder that `--out` named.",
                 code="not-a-run",
             )
         overridden = {"out", "resume", *(entry.key for entry in entries)}
@@ -557,17 +557,18 @@ def _build(
         if entry.value is _MISNAMED:
             continue
         if url := _url_in(entry, field_types[entry.key]):
-            problems.append(f"{entry.where} is a URL, {shown(url)}: {_instead_of(url, entry.key)}")
+            problems.append(f"{entry.where} is a URL, {format_value(url)}: {_instead_of(url, entry.key)}")
             continue
         try:
             values[entry.key] = convert_value(entry.value, field_types[entry.key])
         except CONVERSION_ERRORS:
             problems.append(
-                f"{entry.where} must be {describe_type(field_types[entry.key])}, not {shown(entry.value)}"
+                f"{entry.where} must be {describe_type(field_types[entry.key])}, not "
+                f"{format_value(entry.value)}"
             )
     # A list takes all words up to the next flag, even a word that was meant for a positional setting.
     last_words = "".join(
-        f"; {entry.where} took {shown(entry.value[-1])} as well"
+        f"; {entry.where} took {format_value(entry.value[-1])} as well"
         for entry in entries
         if entry.where == flag(entry.key) and isinstance(entry.value, list) and len(entry.value) > 1
         if os.path.exists(str(entry.value[-1]))  # false for words that no file can be named
@@ -589,11 +590,11 @@ def _build(
         problems = bound_problems(settings)
         if not problems:
             return settings
-    count = "a setting" if len(problems) == 1 else f"{len(problems)} settings"
+    count = "A setting" if len(problems) == 1 else f"{len(problems)} settings"
     raise ConfigError(
         f"{count} can't be used:",
         problems,
-        remedy=f"`{prog} --help` lists all settings",
+        remedy=f"`{prog} --help` lists all settings.",
         code="settings-unusable",
     )
 
@@ -615,5 +616,5 @@ def _instead_of(url: str, key: str) -> str:
 
 
 def _is_flag(word: str) -> bool:
-    """Whether a word is a flag rather than a value: negative numbers and a lone dash are values."""
+    """Return whether a word is a flag rather than a value: negative numbers and a lone dash are values."""
     return word.startswith("-") and len(word) > 1 and not (word[1].isdigit() or word[1] == ".")

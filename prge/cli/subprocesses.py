@@ -149,7 +149,7 @@ def wait_until_free(run: Path, seconds: float = 10.0) -> None:
 
 def _failed(words: Sequence[object], code: int) -> PrgeError:
     return PrgeError(
-        f"`prge {words[0]}` ended with code {code}",
-        remedy="see its message above; `prge doctor` may show what is missing",
+        f"`prge {words[0]}` ended with code {code}.",
+        remedy="See its message above; `prge doctor` may show what is missing.",
         code="verb-failed",
     )

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from prge.data.readers.files import Row
-from prge.errors import printable, shortened, shown
+from prge.errors import format_value, printable, shortened
 from prge.formats.documents import DocumentError, parse_json
 
 LONGEST_COLUMNS = 300
@@ -40,7 +40,8 @@ def decode_column(column: str, value: Any, needed: str = "a list") -> Any:
         return parse_json(value)
     except DocumentError as error:
         raise RowError(
-            f"{column} must be {needed}, or JSON of one, not {shown(value)}: {error}", code="column-not-json"
+            f"{column} must be {needed}, or JSON of one, not {format_value(value)}: {error}",
+            code="column-not-json",
         ) from None
 
 

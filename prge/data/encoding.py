@@ -17,7 +17,7 @@ from prge.data.tokenization.tokenizer import Control, Ids, Tokenizer
 
 Mask = NDArray[np.bool_]
 # A position after the end of every text.
-_FAR = np.iinfo(np.int64).max
+_AFTER_END = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,11 @@ class EncodedText:
     """A tokenized text.
 
     Attributes:
-        ids: Token ids, int32 [n].
-        is_trained: Which tokens are trained on, bool [n].
-        begin: Number of special tokens that were added at the beginning.
-        end: Number of special tokens that were added at the end.
-        events: Events for the report.
+        ids: token ids, int32 [n].
+        is_trained: which tokens are trained on, bool [n].
+        begin: number of special tokens that were added at the beginning.
+        end: number of special tokens that were added at the end.
+        events: events for the report.
     """
 
     ids: Ids
@@ -49,7 +49,7 @@ def encode(text: SegmentedText, tokenizer: Tokenizer) -> EncodedText:
 
     Raises:
         RowError: A segment to train on has no tokens.
-        DataError: The text can't be tokenized.
+        DataError: the text can't be tokenized.
     """
     return (
         _encode_separately(text, tokenizer) if text.boundary == "exact" else _encode_joined(text, tokenizer)
@@ -97,7 +97,7 @@ def _encode_joined(text: SegmentedText, tokenizer: Tokenizer) -> EncodedText:
     spans = [
         bounds[index : index + 2] for index, each in enumerate(segments) if each.is_trained and each.text
     ]
-    first, last = np.array([*spans, (_FAR, _FAR)], np.int64).T
+    first, last = np.array([*spans, (_AFTER_END, _AFTER_END)], np.int64).T
     tokens, mask = array("i"), bytearray()
     joined, control = "".join(each.text for each in segments), _joined_control(segments, bounds, tokenizer)
     for chunk in tokenizer.parts(joined, control=control):

@@ -38,7 +38,7 @@ from prge.data.tokenization.control_tokens import ControlTokens
 from prge.data.tokenization.tokenizer import Tokenizer
 from prge.data.truncation import SequenceFitter, shares_sequence
 from prge.engine import Target, TokenSequence
-from prge.errors import DataError, shown
+from prge.errors import DataError, as_clause, format_value
 from prge.model_spec import ModelSpec
 from prge.objectives.examples import Example
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from prge.data.tokenization.chat import ChatTemplate
 
 # Maximum number of a candidate's tokens that an error lists.
-SPELLED = 8
+MAX_SPELLED_TOKENS = 8
 _READ_AS: Mapping[ControlTokens, str] = {
     "special": CONTROL_READ,
     "all": CONTROL_READ,
@@ -96,18 +96,18 @@ def build_examples(
     """Build the examples of rows for a bundle, and a report.
 
     Args:
-        training: Build examples of a task with the objective `completion` from the correct candidate alone;
+        training: build examples of a task with the objective `completion` from the correct candidate alone;
             false for an evaluation, which compares all candidates.
-        source: Name of the data in errors.
-        renamed: The file's names of renamed columns.
-        chat: Chat template for rows of messages; None compiles the tokenizer's template for this call.
+        source: name of the data in errors.
+        renamed: the file's names of renamed columns.
+        chat: chat template for rows of messages; None compiles the tokenizer's template for this call.
 
     Raises:
-        DataError: Rows lack a column, hold an unknown label or nothing to learn, or don't fit. The error
+        DataError: rows lack a column, hold an unknown label or nothing to learn, or don't fit. The error
             lists all rows and has the code of the first.
     """
     if not rows:
-        raise DataError(f"{source} can't be used", ["it has no rows"], code="rows-empty")
+        raise DataError(f"{source} can't be used:", ["it has no rows"], code="rows-empty")
     options, present, renamed = options or BuildOptions(), present_columns(rows), renamed or {}
     if task is not None:
         row_format = task_format(rows, task, model, options, training, source)
@@ -128,9 +128,9 @@ def build_examples(
     examples = builder.build()
     if report.unusable and not (options.skip_unusable and examples):
         raise DataError(
-            f"{source} has rows that can't be used",
+            f"{source} has rows that can't be used:",
             [f"row {number}: {problem}" for number, problem in report.unusable.items()],
-            remedy="correct or remove these rows",
+            remedy="Correct or remove these rows.",
             code=builder.codes[0],
         )
     _check_dropped(report, source, options.max_dropped)
@@ -159,8 +159,7 @@ class _Builder:
                 report.unusable[row.number] = str(problem)
                 self.codes.append(problem.code)
             except DataError as error:
-                headline = error.what.partition("\n")[0]
-                report.unusable[row.number] = f"{headline}: {'; '.join(error.problems)}"
+                report.unusable[row.number] = f"{as_clause(error.what)}: {'; '.join(error.problems)}"
                 self.codes.append(error.code)
         report.rows = len(rows) - len(report.unusable)
         report.examples = len(examples)
@@ -203,7 +202,7 @@ class _Builder:
         if setting not in get_args(ControlTokens):
             known = ", ".join(get_args(ControlTokens))
             raise RowError(
-                f"its {CONTROL_TOKENS} is {shown(setting)}, must be one of {known}",
+                f"its {CONTROL_TOKENS} is {format_value(setting)}, must be one of {known}",
                 code="control-tokens-unknown",
             )
         return replace(self.segmenter, control_tokens=cast(ControlTokens, setting))
@@ -250,7 +249,7 @@ class _Builder:
         texts = [text.segments[-1].text for text in row.texts]
         token = self.segmenter.tokenizer.token
         return ", ".join(
-            f"{text!r} = " + " + ".join(repr(token(each)) for each in tokens[:SPELLED])
+            f"{text!r} = " + " + ".join(repr(token(each)) for each in tokens[:MAX_SPELLED_TOKENS])
             for text, tokens in zip(texts, candidates, strict=True)
         )
 
@@ -270,12 +269,12 @@ def _check_dropped(report: DataReport, source: str, limit: float | None) -> None
     if limit is not None and share > limit:
         targets = report.dropped + sum(report.targets)
         raise DataError(
-            f"{source} would lose {share:.0%} of its target tokens",
+            f"{source} would lose {share:.0%} of its target tokens:",
             [
                 f"{report.dropped} of {targets} don't fit rows of {report.sequence_length} tokens; "
                 f"--max-dropped is {limit:g}"
             ],
-            remedy="keep them with --overflow split or an export with a larger --sequence-length, or allow "
-            "dropping them with a larger --max-dropped",
+            remedy="Keep them with --overflow split or an export with a larger --sequence-length, or allow "
+            "dropping them with a larger --max-dropped.",
             code="targets-dropped",
         )

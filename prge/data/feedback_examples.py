@@ -11,7 +11,7 @@ from prge.data.options import BuildOptions
 from prge.data.readers.feedback import Fields, find_feedback_problem
 from prge.data.readers.files import Row
 from prge.data.tokenization.tokenizer import Tokenizer, compile_chat_template
-from prge.errors import BundleError, DataError, printable
+from prge.errors import BundleError, DataError, as_clause, printable
 from prge.model_spec import ModelSpec
 from prge.objectives.examples import Example
 from prge.objectives.preferences import ObjectiveName
@@ -36,12 +36,12 @@ class FeedbackExamples:
 
     Args:
         tokenizer: A tokenizer that nothing else uses.
-        model: Specification of the bundle's model.
-        options: How rows become examples; the objective follows from the row.
+        model: specification of the bundle's model.
+        options: how rows become examples; the objective follows from the row.
 
     Raises:
-        BundleError: The tokenizer's chat template is damaged.
-        DataError: There is a chat template, and jinja2 isn't installed.
+        BundleError: the tokenizer's chat template is damaged.
+        DataError: there is a chat template, and jinja2 isn't installed.
     """
 
     def __init__(self, tokenizer: Tokenizer, model: ModelSpec, options: BuildOptions | None = None) -> None:
@@ -54,10 +54,10 @@ class FeedbackExamples:
 
         Args:
             row: A row of feedback, which is untrusted.
-            number: Row number of the examples.
+            number: row number of the examples.
 
         Raises:
-            UnlearnableError: The row can't become an example.
+            UnlearnableError: the row can't become an example.
         """
         if problem := find_feedback_problem(row):
             raise UnlearnableError(problem, code="feedback-unsound")
@@ -71,10 +71,12 @@ class FeedbackExamples:
             )
         except BundleError as error:
             self._chat = None
-            raise UnlearnableError(printable(error.what), code=error.code) from None
+            raise UnlearnableError(printable(as_clause(error.what)), code=error.code) from None
         except DataError as error:
             problems = [problem.removeprefix(f"row {rows[0].number}: ") for problem in error.problems]
-            raise UnlearnableError(printable("; ".join(problems) or error.what), code=error.code) from None
+            raise UnlearnableError(
+                printable("; ".join(problems) or as_clause(error.what)), code=error.code
+            ) from None
         if not examples:
             raise UnlearnableError("the chat template renders nothing to train on", code="nothing-to-learn")
         return examples

@@ -29,13 +29,13 @@ class RowFormat:
     """How the rows of a file become segments.
 
     Attributes:
-        name: Name of the format for users.
-        columns: Columns that are read.
-        objective: Objective of the training.
-        default_overflow: How rows that are too long are handled unless the user sets it.
-        rows: The rows.
-        segments: Converts one of the rows to segments.
-        chat: The model's chat template, if the rows become messages.
+        name: name of the format for users.
+        columns: columns that are read.
+        objective: objective of the training.
+        default_overflow: how rows that are too long are handled unless the user sets it.
+        rows: the rows.
+        segments: converts one of the rows to segments.
+        chat: the model's chat template, if the rows become messages.
     """
 
     name: str
@@ -53,7 +53,7 @@ def task_format(
     """Return the format of a task's rows; for `training` on completions, with only the correct candidate.
 
     Raises:
-        DataError: The rows lack columns, or the task doesn't fit the objective or the bundle.
+        DataError: the rows lack columns, or the task doesn't fit the objective or the bundle.
     """
     objective = options.objective
     if objective in (None, "auto"):
@@ -61,19 +61,19 @@ def task_format(
     is_known = objective in OBJECTIVES and not model.is_encoder and not task.is_completion
     if objective != task.objective and not is_known:
         raise DataError(
-            f"{source} can't be used",
+            f"{source} can't be used:",
             [f"--objective is {objective}, which doesn't fit the task {task.name}"],
-            remedy="leave --objective out, or give rows of pairs or ratings without a task",
+            remedy="Leave --objective out, or give rows of pairs or ratings without a task.",
             code="objective-does-not-fit",
         )
     columns, present = task.needed_columns(model.is_encoder), present_columns(rows)
     if lacking := [column for column in columns if column not in present]:
         names = format_column_names(present)
         raise DataError(
-            f"{source} can't be used",
+            f"{source} can't be used:",
             [f"no row has the column {column!r}; its columns are {names}" for column in lacking],
-            remedy=f"give the data set of the task {task.name}, a task file, or --columns "
-            f"{lacking[0]}=NAME with the name that the column has",
+            remedy=f"Give the data set of the task {task.name}, a task file, or --columns "
+            f"{lacking[0]}=NAME with the name that the column has.",
             code="column-missing",
         )
     problems = []
@@ -84,7 +84,7 @@ def task_format(
             "overflow split is for texts, completions and messages; a prompt with candidates can't be split"
         )
     if problems:
-        raise DataError(f"the task {task.name} doesn't fit the bundle", problems, code="task-does-not-fit")
+        raise DataError(f"The task {task.name} doesn't fit the bundle:", problems, code="task-does-not-fit")
     is_alone = training and objective == "completion"
     segments = partial(task_class, task) if model.is_encoder else partial(task_candidates, task, is_alone)
     return RowFormat(f"task {task.name}", columns, objective, "truncate", rows, segments)
@@ -104,23 +104,23 @@ def form_format(
     `chat` is the model's compiled chat template; None compiles it if it is needed.
 
     Raises:
-        DataError: The columns match no form, or the form doesn't fit the objective or the model.
-        BundleError: The chat template is damaged.
+        DataError: the columns match no form, or the form doesn't fit the objective or the model.
+        BundleError: the chat template is damaged.
     """
     if model.readout != "logprobs":
         raise DataError(
-            f"{source} can't be used",
+            f"{source} can't be used:",
             [f"the bundle's readout is {model.readout}: it can train on classes, not on texts"],
-            remedy="give a task (a name or a task file)",
+            remedy="Give a task (a name or a task file).",
             code="bundle-learns-no-texts",
         )
     form = find_form(rows, source, renamed, objective=options.objective or "completion")
     chat = (chat or compile_chat_template(tokenizer, options.date)) if form.chat else None
     if chat is None and form.chat == "needs":
         raise DataError(
-            f"{source} can't be used",
+            f"{source} can't be used:",
             ["its rows are messages, but the model has no chat template"],
-            remedy="export with --chat-template plain, use a chat model, or give prompts and completions",
+            remedy="Export with --chat-template plain, use a chat model, or give prompts and completions.",
             code="chat-template-missing",
         )
     if chat is not None:
@@ -140,18 +140,18 @@ def form_format(
 
 def _objective_of(form: Form, options: BuildOptions, source: str) -> ObjectiveName:
     """Return the objective for rows of a form; raises DataError if they don't fit the options."""
-    what = f"{source} can't be used"
+    what = f"{source} can't be used:"
     if form.prefers and options.objective is None:
         raise DataError(
             what,
             [f"its rows are {form.name}, which only `prge tune`, `prge run` and `prge eval` accept"],
-            remedy="give rows of prompts and completions",
+            remedy="Give rows of prompts and completions.",
             code="rows-of-preferences",
         )
     try:
         objective = resolve_objective(options.objective or "auto", form.prefers)
     except ValueError as error:
-        remedy = "leave --objective out: it follows from the columns"
+        remedy = "Leave --objective out: it follows from the columns."
         raise DataError(
             what, [f"{error}; its rows are {form.name}"], remedy=remedy, code="objective-does-not-fit"
         ) from None
@@ -159,7 +159,7 @@ def _objective_of(form: Form, options: BuildOptions, source: str) -> ObjectiveNa
         raise DataError(
             what,
             [f"--overflow is split, but a row of {form.name} can't be split"],
-            remedy="give --overflow truncate",
+            remedy="Give --overflow truncate.",
             code="overflow-does-not-fit",
         )
     return objective

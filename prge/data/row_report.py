@@ -10,7 +10,7 @@ from typing import Any
 
 from prge.data.columns import format_column_names
 from prge.data.tokenization.tokenizer import Tokenizer
-from prge.errors import visible
+from prge.errors import escape_control
 from prge.objectives.examples import Example
 from prge.objectives.preferences import ObjectiveName
 from prge.system.terminal import best_effort
@@ -19,27 +19,27 @@ SHOWN_ROWS = 5
 SHOWN_TOKENS = 8
 
 # Events of rows. Their texts are keys of stored reports.
-INEXACT = "completions encoded apart, a token would straddle the end of the prompt"
-TURN_INEXACT = "assistant turns that have a part of the generation prompt alone, learnt after that part"
-TURN_REFUSED = "assistant turns that the chat template refuses to end with, not learnt"
-SEVERAL = "chats that the template renders otherwise once they go on, an example for each way"
+INEXACT = "completions tokenized separately, as a token would span the end of the prompt"
+TURN_INEXACT = "assistant turns that begin with a part of the generation prompt, trained on after that part"
+TURN_REFUSED = "assistant turns that the chat template refuses as the last one, not trained on"
+SEVERAL = "chats whose turns the template renders differently once others follow, split into several examples"
 TOOLS_UNREAD = "tools that the chat template does not read"
 KWARGS_UNREAD = "chat_template_kwargs that the chat template does not read"
 LEFT_OUT = "that the chat template leaves out"
 PROMPT_CUT = "prompts cut at the beginning"
-END_CUT = "ends cut off, not learnt"
+END_CUT = "ends cut off, not trained on"
 ENCODER_CUT = "texts cut at the end"
 SPLIT = "longer than the bundle takes, split into several examples"
 TURNS_SPLIT = "chats longer than the bundle takes, split between turns into several examples"
-TURNS_CUT = "chats without their older turns, not learnt"
-NO_ROOM_FOR_END = "texts that fill the bundle, learnt without an end-of-sequence token"
+TURNS_CUT = "chats without their older turns, not trained on"
+NO_ROOM_FOR_END = "texts that fill the bundle, trained on without an end-of-sequence token"
 CONTROL_READ = "control tokens written in texts, read as control tokens"
 CONTROL_IN_PROMPTS = "control tokens written in texts, read as control tokens in prompts alone"
 CONTROL_AS_TEXT = "control tokens written in texts, read as the characters that they are"
 CONTROL_IN_MESSAGES = "control tokens written in messages, read as the characters that they are"
 CONTROL_OF_MESSAGES = "control tokens written in messages, read as control tokens"
 CONTROL = (CONTROL_READ, CONTROL_IN_PROMPTS, CONTROL_AS_TEXT, CONTROL_IN_MESSAGES, CONTROL_OF_MESSAGES)
-CONTEXT_CUT = "chats whose older turns don't fit before the answers that are learnt"
+CONTEXT_CUT = "chats whose older turns don't fit before the answers that are trained on"
 CUTS = (PROMPT_CUT, END_CUT, ENCODER_CUT, TURNS_CUT, CONTEXT_CUT)
 # Warnings about ratings that are all equal.
 ONE_RATING = {
@@ -70,22 +70,22 @@ class DataReport:
     """The report on the rows of a data file.
 
     Attributes:
-        title: Source and format of the rows.
-        sequence_length: Longest sequence that the bundle takes.
-        columns: Text that says which columns are read.
-        objective: Objective of the training.
-        dropped: Target tokens that didn't fit.
-        rows: Number of usable rows.
-        examples: Number of examples.
-        lengths: Tokens of each sequence.
-        targets: Target tokens of each sequence.
-        unknown: Target tokens that the tokenizer can't spell.
-        classes: Number of rows of each class.
-        notes: Row numbers by event.
-        unusable: Problems of rows that were skipped, by row number.
-        read: Columns that rows of this format may have.
-        unread: Columns of the rows that are not read.
-        written: Control tokens that are written in rows, by event.
+        title: source and format of the rows.
+        sequence_length: longest sequence that the bundle takes.
+        columns: text that says which columns are read.
+        objective: objective of the training.
+        dropped: target tokens that didn't fit.
+        rows: number of usable rows.
+        examples: number of examples.
+        lengths: tokens of each sequence.
+        targets: target tokens of each sequence.
+        unknown: target tokens that the tokenizer can't spell.
+        classes: number of rows of each class.
+        notes: row numbers by event.
+        unusable: problems of rows that were skipped, by row number.
+        read: columns that rows of this format may have.
+        unread: columns of the rows that are not read.
+        written: control tokens that are written in rows, by event.
     """
 
     title: str
@@ -150,7 +150,7 @@ class DataReport:
             lines.append(
                 "  classes: " + ", ".join(f"{name} {count}" for name, count in sorted(self.classes.items()))
             )
-        return visible("\n".join([*lines, *(f"  {line}" for line in self.events())]))
+        return escape_control("\n".join([*lines, *(f"  {line}" for line in self.events())]))
 
     def events(self) -> list[str]:
         """Return a line for each event, with its rows and a remedy."""
@@ -166,7 +166,7 @@ class DataReport:
             lines.append(
                 f"{event}: {len(rows)} {'row' if len(rows) == 1 else 'rows'} ({shown}){counts}{remedy}"
             )
-        return [visible(line) for line in lines]
+        return [escape_control(line) for line in lines]
 
     def _control_counts(self, event: str) -> str:
         """Return the counts of control tokens that are written in the rows of an event."""
@@ -184,7 +184,7 @@ def warn_unread(report: DataReport) -> None:
 @cache
 def _print_once(line: str) -> None:
     with best_effort(sys.stderr):
-        print(visible(line), file=sys.stderr, flush=True)
+        print(escape_control(line), file=sys.stderr, flush=True)
 
 
 def unknown_note(unknown: int, targets: int) -> str:
@@ -213,4 +213,4 @@ def format_sample(example: Example, tokenizer: Tokenizer) -> str:
         lines += [f"    -> {line}" for line in extra_targets]
     if example.label is not None and not any(sequence.targets for sequence in example.sequences):
         lines.append(f"    -> class {example.label} of {example.candidates}")
-    return visible("\n".join(lines))
+    return escape_control("\n".join(lines))

@@ -73,7 +73,7 @@ class Texts:
 class Candidates:
     """Texts with a common beginning whose trained segments are compared, or a text with classes.
 
-    `comparison` says what is compared:
+    `comparison` is the type of the candidates:
 
     - `choices`: Choices of a task's row, which are never cut; choices of one token share a sequence.
     - `answers`: Answers of a preference, which are cut if they need more than half of the bundle's length.
@@ -105,10 +105,10 @@ class Segmenter:
     """Converts texts of rows to segments.
 
     Attributes:
-        tokenizer: The model's tokenizer.
-        append_eos: Append an end-of-sequence token to a trained text or completion.
-        control_tokens: Where control tokens that are written in rows are read as such.
-        chat: The model's chat template; None if rows don't become messages.
+        tokenizer: the model's tokenizer.
+        append_eos: append an end-of-sequence token to a trained text or completion.
+        control_tokens: where control tokens that are written in rows are read as such.
+        chat: the model's chat template; None if rows don't become messages.
     """
 
     tokenizer: Tokenizer

@@ -40,7 +40,7 @@ from prge.data.readers.files import (
 )
 from prge.data.readers.files import Part as Part
 from prge.data.readers.json_rows import lists_of_parts
-from prge.errors import ConfigError, DataError, shown
+from prge.errors import ConfigError, DataError, format_value
 from prge.formats.bundle import file_sha256
 from prge.formats.documents import DocumentError, parse_json
 from prge.objectives.preferences import ObjectiveName
@@ -60,11 +60,11 @@ class RowSource:
     """Rows with their origin.
 
     Attributes:
-        name: Name of the source for users.
-        rows: The rows.
-        sha256: Hash of the content.
-        renamed: The file's names of renamed columns.
-        feedback_summary: Summary of the conversion of feedback; empty for other rows.
+        name: name of the source for users.
+        rows: the rows.
+        sha256: hash of the content.
+        renamed: the file's names of renamed columns.
+        feedback_summary: summary of the conversion of feedback; empty for other rows.
     """
 
     name: str
@@ -86,15 +86,15 @@ def read_source(
 
     Args:
         where: A file, a folder, or the name of a data set; or several files or folders.
-        part: Which file of a folder, list of a JSON file, or split of a data set to read.
-        columns: Words such as `prompt=question`, which rename the file's column `question` to `prompt`.
-        broken: As for `read_rows`.
-        objective: Objective of the training, for the conversion of feedback.
-        task: Task whose columns are read; None if the form follows from the columns.
+        part: which file of a folder, list of a JSON file, or split of a data set to read.
+        columns: words such as `prompt=question`, which rename the file's column `question` to `prompt`.
+        broken: as for `read_rows`.
+        objective: objective of the training, for the conversion of feedback.
+        task: task whose columns are read; None if the form follows from the columns.
 
     Raises:
         ConfigError: `columns` is malformed, or names columns that are not read.
-        DataError: There are no such rows or columns, or they can't be read, for example without a network.
+        DataError: there are no such rows or columns, or they can't be read, for example without a network.
     """
     renamed = parse_columns(columns)
     paths = find_row_files(where, part)
@@ -104,9 +104,12 @@ def read_source(
         present = present_columns(source.rows)
         if lacking := [column for column in renamed.values() if column not in present]:
             raise DataError(
-                f"{source.name} can't be used",
-                [f"no row has the column {shown(column)}, which --columns names" for column in lacking],
-                remedy=f"its columns are {format_column_names(present)}",
+                f"{source.name} can't be used:",
+                [
+                    f"no row has the column {format_value(column)}, which --columns names"
+                    for column in lacking
+                ],
+                remedy=f"Its columns are {format_column_names(present)}.",
                 code="column-missing",
             )
         rows = [Row(row.number, _renamed(row.fields, renamed)) for row in source.rows]
@@ -139,16 +142,16 @@ def find_row_files(where: Paths | str, part: Part) -> list[Path]:
     if len(paths) == 1:
         path = find_row_file(paths[0], part)
         return [] if path is None else [path]
-    what = f"{len(paths)} words are given as files of rows"
+    what = f"{len(paths)} words are given as files of rows:"
     if missing := [path for path in paths if not os.path.exists(path)]:
         joined = " ".join(map(str, paths))
-        remedy = "quote a path that has spaces" if os.path.exists(joined) else "check the paths"
+        remedy = "Quote a path that has spaces." if os.path.exists(joined) else "Check the paths."
         raise DataError(what, [f"there is no {path}" for path in missing], remedy=remedy, code="file-missing")
     if twice := sorted({str(path) for path in paths if paths.count(path) > 1}):
         raise DataError(
             what,
             [f"{path} is given twice" for path in twice],
-            remedy="give each file once",
+            remedy="Give each file once.",
             code="file-twice",
         )
     return [find_part_file(path, part) if path.is_dir() else path for path in paths]
@@ -158,7 +161,7 @@ def _read_files(paths: Sequence[Path], part: Part, broken: list[str] | None) -> 
     """Read the rows of files in order; with several files, row numbers and problems name the file.
 
     Raises:
-        DataError: As `read_rows`; the problems of all files are reported at once.
+        DataError: as `read_rows`; the problems of all files are reported at once.
     """
     if len(paths) == 1:
         return RowSource(str(paths[0]), read_rows(paths[0], broken, part), file_sha256(paths[0]))
@@ -175,9 +178,9 @@ def _read_files(paths: Sequence[Path], part: Part, broken: list[str] | None) -> 
         broken += problems
     elif problems:
         raise DataError(
-            f"{name} have rows that can't be read",
+            f"{name} have rows that can't be read:",
             problems,
-            remedy="correct or remove these rows",
+            remedy="Correct or remove these rows.",
             code="rows-unreadable",
         )
     return RowSource(name, rows, digest.hexdigest())
@@ -199,12 +202,12 @@ def _check_renamed(renamed: Mapping[str, str], task: Task | None, source: RowSou
         hint = f"; did you mean {similar}={column}?" if similar else ""
         if column in read and name in present_columns(source.rows):
             hint = f"; did you mean {column}={name}?"
-        problems.append(f"{shown(name)} is not a column that {reader} reads{hint}")
+        problems.append(f"{format_value(name)} is not a column that {reader} reads{hint}")
     if problems:
         raise ConfigError(
             "--columns can't be used:",
             problems,
-            remedy=f"before the = stands one of {', '.join(read)}; after it, the name that the file has",
+            remedy=f"Before the = stands one of {', '.join(read)}; after it, the name that the file has.",
             code="columns-unusable",
         )
 
@@ -218,16 +221,16 @@ def _parse_lists(source: RowSource, broken: list[str] | None) -> RowSource:
         texts = [name for name in _LISTS if isinstance(fields.get(name), str)]
         if texts and not {*_PAIRED_COLUMNS[0]} <= fields.keys():
             problems.append(
-                f"row {row.number}: its {texts[0]} is {shown(fields[texts[0]])}, which is neither a list nor "
-                "the JSON of one: write it with json.dumps, or the rows as jsonl"
+                f"row {row.number}: its {texts[0]} is {format_value(fields[texts[0]])}, which is neither a "
+                "list nor the JSON of one: write it with json.dumps, or the rows as jsonl"
             )
         else:
             rows.append(Row(row.number, fields))
     if (problems and broken is None) or not rows:
         raise DataError(
-            f"{source.name} has rows that can't be read",
+            f"{source.name} has rows that can't be read:",
             problems,
-            remedy="correct or remove these rows",
+            remedy="Correct or remove these rows.",
             code="rows-unreadable",
         )
     return replace(source, rows=rows)
@@ -250,7 +253,7 @@ def _with_parsed_lists(fields: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _parse_list(value: object) -> list[Any] | None:
-    """Parse a JSON list; returns None for any other value."""
+    """Parse a JSON list; return None for any other value."""
     if not isinstance(value, str) or not value.lstrip().startswith("["):
         return None
     try:
@@ -270,10 +273,10 @@ def _convert_feedback(source: RowSource, broken: list[str] | None, objective: Ob
     rows = [row for row in source.rows if is_feedback(row.fields)]
     if not rows:
         return source
-    what = f"{source.name} can't be used"
+    what = f"{source.name} can't be used:"
     if len(rows) < len(source.rows):
         raise DataError(
-            what, ["it mixes feedback with other rows"], remedy="make a file of each", code="forms-mixed"
+            what, ["it mixes feedback with other rows"], remedy="Make a file of each.", code="forms-mixed"
         )
     row_problems = {row.number: find_feedback_problem(row.fields) for row in rows}
     problems: list[str] = [] if broken is None else broken
@@ -283,7 +286,7 @@ def _convert_feedback(source: RowSource, broken: list[str] | None, objective: Ob
         raise DataError(
             what,
             problems or [f"no row is left to train on: {summary}"],
-            remedy="correct them",
+            remedy="Correct them.",
             code="feedback-unsound" if problems else "rows-empty",
         )
     return replace(source, rows=converted, feedback_summary=summary)
@@ -309,9 +312,9 @@ def find_part_file(folder: Path, part: Part) -> Path:
     names = " or ".join(PART_NAMES[part])
     problem = f"it has {', '.join(path.name for path in files)}" if files else "it has none"
     raise DataError(
-        f"{folder} must have one file of {part} rows, {names} with one of {', '.join(FORMATS)}",
+        f"{folder} must have one file of {part} rows, {names} with one of {', '.join(FORMATS)}:",
         [problem],
-        remedy="name the file itself",
+        remedy="Name the file itself.",
         code="part-missing",
     )
 
@@ -334,7 +337,7 @@ def sources_with_part(where: Paths, part: Part) -> Paths | None:
 
 
 def _has_list(path: Path, part: Part) -> bool:
-    """Whether a JSON file has lists of several parts, including this one."""
+    """Return whether a JSON file has lists of several parts, including this one."""
     if path.suffix.lower() not in (JSON, *LINES) or not path.is_file():
         return False
     lists = lists_of_parts(read_text(path), ALL_PART_NAMES)
@@ -342,7 +345,7 @@ def _has_list(path: Path, part: Part) -> bool:
 
 
 def is_hub_name(path: Path) -> bool:
-    """Whether a path doesn't exist and may be the name of a data set of the hub."""
+    """Return whether a path doesn't exist and may be the name of a data set of the hub."""
     return (
         not path.exists()
         and path.suffix.lower() not in FORMATS
@@ -360,19 +363,19 @@ def parse_columns(words: Sequence[str]) -> dict[str, str]:
     """Parse words such as `prompt=question` to new and old names of columns; raises ConfigError."""
     pairs = [word.partition("=") for word in words]
     problems = [
-        f"{shown(word)} is not a pair of columns"
+        f"{format_value(word)} is not a pair of columns"
         for word, (name, _, column) in zip(words, pairs, strict=True)
         if not name or not column
     ]
     for which, names in (("name", [pair[0] for pair in pairs]), ("column", [pair[2] for pair in pairs])):
         problems += [
-            f"{shown(each)} is a {which} twice" for each in sorted({*names}) if names.count(each) > 1
+            f"{format_value(each)} is a {which} twice" for each in sorted({*names}) if names.count(each) > 1
         ]
     if problems:
         raise ConfigError(
             "--columns can't be used:",
             problems,
-            remedy="give --columns prompt=question completion=answer",
+            remedy="Give --columns prompt=question completion=answer.",
             code="columns-unusable",
         )
     return {name: column for name, _, column in pairs}
@@ -390,7 +393,7 @@ def _renamed(fields: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[str,
 
 
 def _read_hub(name: str, part: Part) -> RowSource:
-    what = f"{name} can't be read as data"
+    what = f"{name} can't be read as data:"
     try:
         import datasets
         from huggingface_hub import HfApi, constants
@@ -401,7 +404,7 @@ def _read_hub(name: str, part: Part) -> RowSource:
                 "there is no such file or folder, and for a data set of the hub the package datasets is "
                 "not installed"
             ],
-            remedy=f"check the path, or {install_extra_command('data')}",
+            remedy=f"Check the path, or {install_extra_command('data')}.",
             code="package-missing",
         ) from None
     repository, _, configuration = name.partition(":")
@@ -416,7 +419,7 @@ def _read_hub(name: str, part: Part) -> RowSource:
             raise DataError(
                 what,
                 [f"it has no {part} rows: its splits are {', '.join(splits)}"],
-                remedy="name a file",
+                remedy="Name a file.",
                 code="part-missing",
             )
         loaded = datasets.load_dataset(repository, configuration or None, split=split, download_config=once)
@@ -433,7 +436,7 @@ def _read_hub(name: str, part: Part) -> RowSource:
                 "there is no such file or folder, and the data set could not be loaded: "
                 f"{type(error).__name__}: {reason}"
             ],
-            remedy="check name and connection; HF_HUB_OFFLINE=1 uses a data set that was loaded before",
+            remedy="Check name and connection; HF_HUB_OFFLINE=1 uses a data set that was loaded before.",
             code="data-set-missing",
         ) from None
     content = json.dumps([json_fields(row.fields) for row in rows], sort_keys=True).encode()

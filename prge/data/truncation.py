@@ -1,8 +1,7 @@
 """Makes the token sequences of texts and candidates fit a bundle, by cutting or splitting them.
 
 texts        depending on `overflow`: divided between turns, then between any two tokens; a prompt is cut at
-its
-             beginning, as in MeZO (arXiv 2305.17333)
+             its beginning, as in MeZO (arXiv 2305.17333)
 choices      the prompt is cut at its beginning; a choice is never cut
 answers      the prompt is cut at its beginning, down to half of the bundle, then the answers at their ends
 classes      the text is cut at its end
@@ -63,7 +62,7 @@ class SequenceFitter:
         """Return the token sequences of a row: one or several for each text or candidate.
 
         Raises:
-            RowError: The row doesn't fit, or has nothing to train on.
+            RowError: the row doesn't fit, or has nothing to train on.
             DataError: A text can't be tokenized.
         """
         if isinstance(row, Texts):
@@ -73,7 +72,7 @@ class SequenceFitter:
         return self._fit_candidates(row)
 
     def _fits(self, text: EncodedText) -> bool:
-        """Whether a text fits up to its last token that is trained on."""
+        """Return whether a text fits up to its last token that is trained on."""
         return int(np.flatnonzero(text.is_trained).max(initial=-1)) < self.length
 
     def _fit_text(self, text: SegmentedText) -> FittedSequences:
@@ -198,7 +197,7 @@ class SequenceFitter:
 
 
 def shares_sequence(row: Candidates, texts: Sequence[EncodedText]) -> bool:
-    """Whether all candidates have one token and can share the sequence of their prompt."""
+    """Return whether all candidates have one token and can share the sequence of their prompt."""
     return row.comparison == "choices" and all(len(each.targets) == 1 for each in texts)
 
 

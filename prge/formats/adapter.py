@@ -46,7 +46,7 @@ class Adapter:
 
     @classmethod
     def zeros(cls, modules: Sequence[AdaptedModule]) -> Adapter:
-        """Returns an adapter of zeros, which doesn't change the model's outputs."""
+        """Return an adapter of zeros, which doesn't change the model's outputs."""
         return cls(modules, np.zeros(adapter_size(modules), np.float32))
 
     @property
@@ -60,7 +60,7 @@ class Adapter:
         return self._by_module("b")
 
     def copy(self) -> Adapter:
-        """Returns an adapter with a copy of the values."""
+        """Return an adapter with a copy of the values."""
         return Adapter(self.modules, self.values.copy())
 
     def _by_module(self, letter: str) -> dict[str, FloatArray]:
@@ -69,12 +69,12 @@ class Adapter:
 
 
 def adapter_size(modules: Sequence[AdaptedModule]) -> int:
-    """Returns the number of trained values of an adapter for these modules."""
+    """Return the number of trained values of an adapter for these modules."""
     return sum(matrix.size for matrix in matrices(modules))
 
 
 def views(modules: Sequence[AdaptedModule], values: FloatArray) -> dict[str, FloatArray]:
-    """Returns views [..., rank, width] of values [..., size] for every trained matrix, by its name."""
+    """Return views [..., rank, width] of values [..., size] for every trained matrix, by its name."""
     matrix_views, start = {}, 0
     for matrix in matrices(modules):
         end = start + matrix.size

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from prge.errors import BundleError, shown
+from prge.errors import BundleError, format_value
 from prge.formats.chain import STORED_TABLES, Chain
 from prge.formats.documents import DocumentError, read_json
 from prge.formats.format3 import FORMAT_3, chain_of_format_3
@@ -46,11 +46,11 @@ class Bundle:
     chain: Chain
 
     def file(self, name: str) -> Path:
-        """Returns the path of a file of the manifest."""
+        """Return the path of a file of the manifest."""
         return self.folder / name
 
     def hash_of(self, name: str) -> str:
-        """Returns the SHA-256 of a file of the manifest."""
+        """Return the SHA-256 of a file of the manifest."""
         return str(self.manifest["files"][name]["sha256"])
 
     @property
@@ -98,7 +98,7 @@ class Bundle:
 
 
 def file_sha256(path: Path) -> str:
-    """Returns the SHA-256 of a file in lowercase hexadecimal."""
+    """Return the SHA-256 of a file in lowercase hexadecimal."""
     digest = hashlib.sha256()
     with path.open("rb") as stream:
         while block := stream.read(1 << 20):
@@ -107,7 +107,7 @@ def file_sha256(path: Path) -> str:
 
 
 def manifest_sha256(manifest: Mapping[str, Any]) -> str:
-    """Returns the hash of a manifest without its own hash, independent of key order and white space."""
+    """Return the hash of a manifest without its own hash, independent of key order and white space."""
     content = {key: value for key, value in manifest.items() if key != "manifest_sha256"}
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
@@ -122,27 +122,27 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     if not path.is_file():
         raise BundleError(
-            f"{folder} is not a bundle: it has no {MANIFEST}",
-            remedy="give the folder that `prge export` wrote",
+            f"{folder} is not a bundle: it has no {MANIFEST}.",
+            remedy="Give the folder that `prge export` wrote.",
             code="not-a-bundle",
         )
     try:
         manifest = read_json(path)
     except DocumentError as error:
         raise BundleError(
-            f"{path} is damaged: {error}", remedy="copy or export the bundle again", code="manifest-damaged"
+            f"{path} is damaged: {error}", remedy="Copy or export the bundle again.", code="manifest-damaged"
         ) from None
     format_seen = manifest.get("format") if isinstance(manifest, dict) else type(manifest).__name__
     if not isinstance(manifest, dict) or type(format_seen) is not int or format_seen not in _READ:
         raise BundleError(
-            f"{path} has format {shown(format_seen)}, this version reads {FORMAT_3} and {FORMAT}",
-            remedy="export the model again with this version",
+            f"{path} has format {format_value(format_seen)}, this version reads {FORMAT_3} and {FORMAT}.",
+            remedy="Export the model again with this version.",
             code="bundle-format",
         )
     if manifest.get("manifest_sha256") != manifest_sha256(manifest):
         raise BundleError(
-            f"{path} was changed after it was written: its own hash differs",
-            remedy="copy or export the bundle again",
+            f"{path} was changed after it was written: its own hash differs.",
+            remedy="Copy or export the bundle again.",
             code="manifest-changed",
         )
     return manifest
@@ -166,8 +166,8 @@ def open_bundle(folder: Path | str) -> Bundle:
     files = manifest.get("files")
     if not isinstance(files, dict):
         raise BundleError(
-            f"{folder / MANIFEST} lists no files",
-            remedy="export the bundle again",
+            f"{folder / MANIFEST} lists no files.",
+            remedy="Export the bundle again.",
             code="manifest-without-files",
         )
     chain = read_chain(folder, manifest)
@@ -186,8 +186,8 @@ def read_chain(folder: Path, manifest: Mapping[str, Any]) -> Chain:
     needed |= {TABLES} if any(table.type in STORED_TABLES for table in chain.tables) else set()
     if missing := sorted(needed - set(manifest["files"])):
         raise BundleError(
-            f"{folder / MANIFEST} doesn't list {shown(missing[0])}",
-            remedy="copy or export the bundle again",
+            f"{folder / MANIFEST} doesn't list {format_value(missing[0])}.",
+            remedy="Copy or export the bundle again.",
             code="manifest-lacks-file",
         )
     return chain
@@ -199,8 +199,8 @@ def _check_unlisted(folder: Path, files: Mapping[str, Any]) -> None:
         for path in sorted((folder / name).glob("[!.]*")):
             if f"{name}/{path.name}" not in files:
                 raise BundleError(
-                    f"{path} is not in the bundle's manifest",
-                    remedy="remove it, or copy the bundle again",
+                    f"{path} is not in the bundle's manifest.",
+                    remedy="Remove it, or copy the bundle again.",
                     code="file-not-in-manifest",
                 )
 
@@ -215,39 +215,39 @@ def check_file(folder: Path, manifest: Mapping[str, Any], name: str, by_hash: bo
     relative = PurePosixPath(name)
     if relative.is_absolute() or ".." in relative.parts or "\\" in name:
         raise BundleError(
-            f"{folder / MANIFEST} names a file outside the bundle: {shown(name)}",
-            remedy="don't use this bundle",
+            f"{folder / MANIFEST} names a file outside the bundle: {format_value(name)}",
+            remedy="Don't use this bundle.",
             code="file-outside-bundle",
         )
     if not (isinstance(entry, dict) and isinstance(entry.get("bytes"), int) and "sha256" in entry):
         raise BundleError(
-            f"{folder / MANIFEST} has no size or no hash of {name}",
-            remedy="export the bundle again",
+            f"{folder / MANIFEST} has no size or no hash of {name}.",
+            remedy="Export the bundle again.",
             code="manifest-lacks-hash",
         )
     path = folder / relative
     if any(len(os.fsencode(part)) > LONGEST_NAME for part in relative.parts):
         raise BundleError(
-            f"the bundle lacks its file {shown(name)}",
-            remedy="copy or export the bundle again",
+            f"The bundle lacks its file {format_value(name)}.",
+            remedy="Copy or export the bundle again.",
             code="bundle-file-missing",
         )
     if any((folder / part).is_symlink() for part in (relative, *relative.parents[:-1])):
         raise BundleError(
-            f"{path} is a link or in a linked folder",
-            remedy="copy the bundle with its links followed",
+            f"{path} is a link or in a linked folder.",
+            remedy="Copy the bundle with its links followed.",
             code="bundle-file-linked",
         )
     if not path.is_file():
         raise BundleError(
-            f"the bundle lacks its file {name}",
-            remedy="copy or export the bundle again",
+            f"The bundle lacks its file {name}.",
+            remedy="Copy or export the bundle again.",
             code="bundle-file-missing",
         )
     if path.stat().st_size != entry["bytes"]:
         raise BundleError(
-            f"{path} has {path.stat().st_size} bytes, the manifest says {entry['bytes']}",
-            remedy="copy or export the bundle again",
+            f"{path} has {path.stat().st_size} bytes, the manifest says {entry['bytes']}.",
+            remedy="Copy or export the bundle again.",
             code="bundle-file-size",
         )
     if by_hash:
@@ -259,7 +259,7 @@ def check_content(folder: Path, manifest: Mapping[str, Any], name: str) -> None:
     path = folder / name
     if file_sha256(path) != manifest["files"][name]["sha256"]:
         raise BundleError(
-            f"{path} is not the file that the manifest names: its SHA-256 differs",
-            remedy="copy or export the bundle again",
+            f"{path} is not the file that the manifest names: its SHA-256 differs.",
+            remedy="Copy or export the bundle again.",
             code="bundle-file-hash",
         )

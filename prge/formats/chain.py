@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, is_dataclass, replace
 from functools import cache, cached_property
 from typing import Any, get_args, get_origin, get_type_hints
 
-from prge.errors import BundleError, ConfigError, shown
+from prge.errors import BundleError, ConfigError, format_value
 from prge.formats.relations import RELATIONS
 from prge.formats.signatures import (
     ALL_ROLES,
@@ -51,20 +51,20 @@ OWN_HEAD = "head"
 POOLINGS = ("mean", "first", OWN_HEAD)
 TABLE, SHARED_IN, SHARED_OUT = "table.", "shared_in.", "shared_out."
 _PAST = (PAST_KEYS, PAST_VALUES)
-_MOST_BLOCKS = 1 << 14
-_MOST_SHARED = 4096
+_MAX_BLOCKS = 1 << 14
+_MAX_SHARED = 4096
 # Residuals of a block: a few for the block itself, and one for each adapted module.
-_MOST_RESIDUALS = 256
+_MAX_RESIDUALS = 256
 # Recurrent states of a block: two per layer, of which a block may have several.
-_MOST_RECURRENT_STATES = 64
-_MOST_AXES = 8
+_MAX_RECURRENT_STATES = 64
+_MAX_AXES = 8
 _SPEC = re.compile(r"([a-z]{3,8}\d{0,2}) \[((?:\d{1,9}(?:, \d{1,9})*)?)\]")
 # Most problems that an error lists: one mistake can cause a problem in every block.
 _MAX_PROBLEMS = 8
 # torch.export specializes programs for a size of 1.
-FEWEST_TOKENS = 2
+MIN_TOKENS = 2
 # Most tokens of a batch in one call; and the chunk size of longer rows, up to which all queries fit.
-MOST_WHOLE_TOKENS, _CHUNK = 512, 256
+MAX_WHOLE_TOKENS, _CHUNK = 512, 256
 # Chunk size of blocks with a recurrence, whose cost grows with the square or the cube of the chunk.
 RECURRENT_CHUNK = 128
 # Most attention scores of a chunk, all heads together: 8 MB, of which a backward pass holds several tensors.
@@ -73,7 +73,7 @@ _MAX_SCORES, _MIN_CHUNK = 1 << 21, 64
 # Value that masks add to the scores of hidden tokens: the exponential of its sum with any score is exactly 0
 # in float32, and no sum overflows.
 MASKED = -3e4
-_REMEDY = "export the bundle again with this version of prge"
+_REMEDY = "Export the bundle again with this version of prge."
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Bounds:
     def for_rows(
         cls, tokens: int, context: int = 0, is_encoder: bool = False, recurs: bool = False
     ) -> Bounds:
-        """Returns the default bounds.
+        """Return the default bounds.
 
         Programs plan their memory for a call in which all sizes are at their bounds.
 
@@ -119,11 +119,11 @@ class Bounds:
                 later ones.
             recurs: whether blocks have a recurrence, which needs shorter chunks.
         """
-        chunk = tokens if is_encoder or tokens <= MOST_WHOLE_TOKENS else _CHUNK
+        chunk = tokens if is_encoder or tokens <= MAX_WHOLE_TOKENS else _CHUNK
         chunk = min(chunk, RECURRENT_CHUNK) if recurs else chunk
         return cls(
             # Programs are traced and verified with 2 rows.
-            batch=max(2, min(cls.batch, MOST_WHOLE_TOKENS // chunk)),
+            batch=max(2, min(cls.batch, MAX_WHOLE_TOKENS // chunk)),
             queries=cls.queries if chunk <= _CHUNK else cls.queries // 2,
             tokens=tokens,
             context=max(tokens, context),
@@ -136,7 +136,7 @@ class Bounds:
         return replace(self, tokens=self.chunk)
 
     def chunks(self, length: int, heads: int) -> Iterator[slice]:
-        """Yields the chunks of a row; chunks get shorter as the number of earlier tokens grows.
+        """Yield the chunks of a row; chunks get shorter as the number of earlier tokens grows.
 
         Args:
             length: tokens of the row.
@@ -205,7 +205,7 @@ class Interface:
         return bool(self.input_specs or self.output_specs)
 
     def sizes(self, name: str, is_output: bool = False) -> tuple[int, ...]:
-        """Returns the sizes of an input or output; empty if the method has none of that name."""
+        """Return the sizes of an input or output; empty if the method has none of that name."""
         pairs = (self.outputs, self.output_specs) if is_output else (self.inputs, self.input_specs)
         return next((spec.sizes for port, spec in zip(*pairs, strict=False) if port == name), ())
 
@@ -226,7 +226,7 @@ class BlockProgram:
     experts: bool = False
 
     def method_name(self, role: str) -> str:
-        """Returns the name of the method for a role in the program."""
+        """Return the name of the method for a role in the program."""
         return self.methods[role].method or role
 
 
@@ -258,16 +258,15 @@ class TableSpec:
 
     Types of tables:
 
-    `causal`: a mask f32 [members, tokens, tokens], once for each query head of a group, with which a token
-        attends to
-    itself and the `window` - 1 tokens before it.
-    `rotary`: f32 [1, tokens, width], rows of the table's tensor in the tables file.
-    `positions`: i64 [1, tokens], counted from `first`.
-    `zeros`: i64 [1, tokens].
-    `relative`: f32 or i64 [members, tokens, tokens], a value for the distance of two tokens. The table's
-        tensor in the
-    tables file has the values of all distances, from the farthest earlier token to the farthest later one.
-    The types of prge.formats.relations: f32.
+    - `causal`: a mask f32 [members, tokens, tokens], once for each query head of a group, with which a token
+      attends to itself and the `window` - 1 tokens before it.
+    - `rotary`: f32 [1, tokens, width], rows of the table's tensor in the tables file.
+    - `positions`: i64 [1, tokens], counted from `first`.
+    - `zeros`: i64 [1, tokens].
+    - `relative`: f32 or i64 [members, tokens, tokens], a value for the distance of two tokens. The table's
+      tensor in the tables file has the values of all distances, from the farthest earlier token to the
+      farthest later one.
+    - the types of prge.formats.relations: f32.
     """
 
     type: str
@@ -318,7 +317,7 @@ class Chain:
             self.model  # noqa: B018
         except ConfigError as error:
             raise BundleError(
-                f"the manifest describes no chain that can be run: {'; '.join(error.problems)}",
+                f"The manifest describes no chain that can be run: {'; '.join(error.problems)}",
                 remedy=_REMEDY,
                 code="chain-not-runnable",
             ) from None
@@ -326,17 +325,17 @@ class Chain:
     def _problems(self) -> Iterator[str]:
         yield from self._size_problems()
         makers = len(self.shared)
-        if makers > _MOST_SHARED or any(not 0 <= maker < len(self.blocks) for maker in self.shared):
-            yield f"its {makers} shared values come from the blocks {shown(self.shared)}"
+        if makers > _MAX_SHARED or any(not 0 <= maker < len(self.blocks) for maker in self.shared):
+            yield f"its {makers} shared values come from the blocks {format_value(self.shared)}"
             return
         yield from self._part_problems()
         for number, block in enumerate(self.blocks):
             yield from self._block_problems(number, block)
 
     def _size_problems(self) -> Iterator[str]:
-        """Yields problems of the number of blocks, their weights files, the output head, and the bounds."""
-        if not 2 <= len(self.blocks) <= _MOST_BLOCKS:
-            yield f"it has {len(self.blocks)} blocks, must be 2 to {_MOST_BLOCKS}"
+        """Yield problems of the number of blocks, their weights files, the output head, and the bounds."""
+        if not 2 <= len(self.blocks) <= _MAX_BLOCKS:
+            yield f"it has {len(self.blocks)} blocks, must be 2 to {_MAX_BLOCKS}"
         for number, first in enumerate(self.first_with_weights):
             one, other = self.blocks[first], self.blocks[number]
             is_layer = 0 < first < self.head_start and number < self.head_start
@@ -345,32 +344,34 @@ class Chain:
             ):
                 yield f"blocks {first} and {number} share a weights file and aren't one layer"
         if self.pooling not in POOLINGS:
-            yield f"pooling is {shown(self.pooling)}, must be one of {', '.join(POOLINGS)}"
+            yield f"pooling is {format_value(self.pooling)}, must be one of {', '.join(POOLINGS)}"
         shards = len(self.blocks) - self.head_start
         if shards and self.vocabulary_size % shards:
             yield f"its head has {shards} shards, of {self.vocabulary_size} tokens"
         if self.width < 1:
-            yield f"width is {shown(self.width)}, must be at least 1"
+            yield f"width is {format_value(self.width)}, must be at least 1"
         for name, size in asdict(self.bounds).items():
-            least = FEWEST_TOKENS if name in ("tokens", "states", "chunk") else 1
+            least = MIN_TOKENS if name in ("tokens", "states", "chunk") else 1
             if not least <= size <= LARGEST_SIZE:
-                yield f"the bound of {name} is {shown(size)}, must be {least} to {LARGEST_SIZE}"
+                yield f"the bound of {name} is {format_value(size)}, must be {least} to {LARGEST_SIZE}"
         if self.bounds.chunk > self.bounds.tokens:
-            yield f"chunks have {shown(self.bounds.chunk)} tokens, but rows only {shown(self.bounds.tokens)}"
+            chunk, tokens = format_value(self.bounds.chunk), format_value(self.bounds.tokens)
+            yield f"chunks have {chunk} tokens, but rows only {tokens}"
         if self.bounds.has_chunks and self.bounds.context < self.bounds.tokens:
-            yield f"rows have {shown(self.bounds.tokens)} tokens, but texts only {shown(self.bounds.context)}"
+            tokens, context = format_value(self.bounds.tokens), format_value(self.bounds.context)
+            yield f"rows have {tokens} tokens, but texts only {context}"
 
     def _part_problems(self) -> Iterator[str]:
-        """Yields problems of the tables, modules and programs of all blocks."""
+        """Yield problems of the tables, modules and programs of all blocks."""
         for table in self.tables:
             window = 1 if table.window is None else table.window
             if (
                 table.type not in TABLES
                 or not 0 <= table.first <= LARGEST_SIZE
-                or not 1 <= table.members <= _MOST_BLOCKS
+                or not 1 <= table.members <= _MAX_BLOCKS
                 or window < 1
             ):
-                yield f"a table is {shown(table)}"
+                yield f"a table is {format_value(table)}"
         if len({module.trains_a for module in self.modules}) > 1:
             yield "some of its modules train lora_a, others don't"
         layers = (self.blocks[number] for number in dict.fromkeys(self.first_with_weights))
@@ -378,16 +379,17 @@ class Chain:
         if not used:
             yield "no block has an adapted module: there is nothing to train"
         if used != list(range(len(self.modules))):
-            yield f"its blocks have the modules {shown(used)}, the chain {len(self.modules)}"
+            yield f"its blocks have the modules {format_value(used)}, the chain {len(self.modules)}"
         if unused := {*range(len(self.programs))} - {block.program for block in self.blocks}:
             yield f"no block has the program {min(unused)}"
 
     def _block_problems(self, number: int, block: BlockSpec) -> Iterator[str]:
-        """Yields problems of a block; an invalid program, table or shared value hides its other problems."""
+        """Yield problems of a block; an invalid program, table or shared value hides its other problems."""
         if not 0 <= block.program < len(self.programs):
-            yield f"block {number} has the program {shown(block.program)}, there are {len(self.programs)}"
+            program = format_value(block.program)
+            yield f"block {number} has the program {program}, there are {len(self.programs)}"
         elif any(not 0 <= table < len(self.tables) for table in block.tables):
-            yield f"block {number} has the tables {shown(block.tables)}, there are {len(self.tables)}"
+            yield f"block {number} has the tables {format_value(block.tables)}, there are {len(self.tables)}"
         elif problem := self._sharing_problem(number, block):
             yield problem
         else:
@@ -401,25 +403,28 @@ class Chain:
             yield from self._interface_problems(number, block)
 
     def _sharing_problem(self, number: int, block: BlockSpec) -> str:
-        """Returns a problem of the shared values of a block, or an empty string."""
+        """Return a problem of the shared values of a block, or an empty string."""
         available = {value for value, maker in enumerate(self.shared) if 0 <= maker < number}
         if self.is_head(number) and (block.shared_in or number in self.shared):
             return f"block {number}, a head, shares values"
         if not available.issuperset(block.shared_in) or len({*block.shared_in}) < len(block.shared_in):
-            return f"block {number} takes the values {shown(block.shared_in)} of {len(self.shared)}"
+            return f"block {number} takes the values {format_value(block.shared_in)} of {len(self.shared)}"
         positions = range(len(block.shared_in))
         if block.past and (len(block.past) != len(_PAST) or not {*positions}.issuperset(block.past)):
-            return f"block {number} has its past in {shown(block.past)} of {len(block.shared_in)} values"
+            return (
+                f"block {number} has its past in {format_value(block.past)} of {len(block.shared_in)} values"
+            )
         return ""
 
     def _interface_problems(self, number: int, block: BlockSpec) -> Iterator[str]:
-        """Yields differences between a block's methods and the signatures that an engine expects."""
+        """Yield differences between a block's methods and the signatures that an engine expects."""
         modules = len(block.modules)
         for role, method in self.programs[block.program].methods.items():
             if role not in ALL_ROLES:
-                yield f"block {number} has the role {shown(role)}, this version knows {', '.join(ALL_ROLES)}"
+                known = ", ".join(ALL_ROLES)
+                yield f"block {number} has the role {format_value(role)}, this version knows {known}"
                 continue
-            if len(method.outputs) > _MOST_RESIDUALS + modules + 2 * len(self.shared):
+            if len(method.outputs) > _MAX_RESIDUALS + modules + 2 * len(self.shared):
                 yield f"block {number} has {len(method.outputs)} outputs in the role {role}"
                 continue
             expected, inputs = self.signature(number, role), {*method.inputs}
@@ -428,17 +433,17 @@ class Chain:
                 allowed |= {f"{TABLE}{n}" for n in range(len(block.tables))}
             allowed -= set() if self.is_encoder else {PADDING_MASK}
             if not expected.required_inputs <= inputs <= allowed or len(inputs) < len(method.inputs):
-                yield f"block {number} takes {shown(method.inputs)} in the role {role}"
+                yield f"block {number} takes {format_value(method.inputs)} in the role {role}"
             if sorted(method.outputs) != sorted(expected.output_names):
-                yield f"block {number} returns {shown(method.outputs)} in the role {role}"
+                yield f"block {number} returns {format_value(method.outputs)} in the role {role}"
             yield from _spec_problems(method, f"of block {number} in the role {role}")
 
     def signature(self, number: int, role: str) -> Signature:
-        """Returns the signature of a block's method, without tables."""
+        """Return the signature of a block's method, without tables."""
         return signature(self.ports(number), ROLE_OF[role])
 
     def ports(self, number: int) -> BlockPorts:
-        """Returns the ports of a block."""
+        """Return the ports of a block."""
         block, residuals = self.blocks[number], len(self._residuals(number))
         if self.is_head(number):
             return BlockPorts(is_head=True, residuals=residuals)
@@ -455,24 +460,24 @@ class Chain:
         )
 
     def recurrent_states(self, number: int) -> list[str]:
-        """Returns the names of a block's recurrent states."""
+        """Return the names of a block's recurrent states."""
         methods = self.programs[self.blocks[number].program].methods
         inputs = [methods[role].inputs for role in (PREFILL, DECODE) if role in methods]
         return [name for name in (inputs or [()])[0] if name.startswith(f"{RECURRENT_STATE}.")][
-            : _MOST_RECURRENT_STATES + 1
+            : _MAX_RECURRENT_STATES + 1
         ]
 
     def shared_out(self, number: int) -> list[int]:
-        """Returns the indices of the shared values that a block computes."""
+        """Return the indices of the shared values that a block computes."""
         return [value for value, maker in enumerate(self.shared) if maker == number]
 
     def shared_inputs_from(self, number: int) -> list[int]:
-        """Returns the indices of earlier blocks' shared values that this block or a later one uses."""
+        """Return the indices of earlier blocks' shared values that this block or a later one uses."""
         needed = {value for block in self.blocks[number:] for value in block.shared_in}
         return [value for value in sorted(needed) if self.shared[value] < number]
 
     def residuals(self, number: int) -> list[str]:
-        """Returns the names of a block's residuals; empty if it can't save residuals."""
+        """Return the names of a block's residuals; empty if it can't save residuals."""
         return (
             self._residuals(number)
             if BACKWARD_SAVED in self.programs[self.blocks[number].program].methods
@@ -481,15 +486,15 @@ class Chain:
 
     def _residuals(self, number: int) -> list[str]:
         method = self.programs[self.blocks[number].program].methods.get(FORWARD_SAVE)
-        outputs = method.outputs[: _MOST_RESIDUALS + 1 + len(self.shared)] if method else ()
+        outputs = method.outputs[: _MAX_RESIDUALS + 1 + len(self.shared)] if method else ()
         return [name for name in outputs if name.startswith(f"{RESIDUAL}.")]
 
     def is_head(self, number: int) -> bool:
-        """Whether a block is a decoder's head."""
+        """Return whether a block is a decoder's head."""
         return number >= self.head_start
 
     def is_expert(self, number: int) -> bool:
-        """Whether a block is an expert of a layer."""
+        """Return whether a block is an expert of a layer."""
         return self.programs[self.blocks[number].program].experts
 
     def block_groups(self, numbers: Iterable[int]) -> list[range]:
@@ -517,7 +522,7 @@ class Chain:
         return tuple(first.setdefault(block.weights, number) for number, block in enumerate(self.blocks))
 
     def loaded_bytes(self, size: Callable[[str], int]) -> list[int]:
-        """Returns the bytes that loading each block's weights takes; `size` returns the size of a file.
+        """Return the bytes that loading each block's weights takes; `size` returns the size of a file.
 
         The first block takes none, because the rows of its embedding table are read from the file. A block
         that shares the weights of an earlier one takes none, too.
@@ -565,16 +570,16 @@ class Chain:
         )
 
     def longest(self, role: str) -> int:
-        """Returns the most tokens of a row in a role of training."""
+        """Return the most tokens of a row in a role of training."""
         return self.bounds.tokens if CHUNK_ROLE.get(role) in self.roles else self.bounds.chunk
 
     def causal_table(self, number: int) -> TableSpec | None:
-        """Returns the causal mask of a block's attention; None if it has none."""
+        """Return the causal mask of a block's attention; None if it has none."""
         tables = (self.tables[index] for index in self.blocks[number].tables)
         return next((table for table in tables if table.type == "causal"), None)
 
     def attends(self, number: int) -> bool:
-        """Whether a block has causal attention."""
+        """Return whether a block has causal attention."""
         return self.causal_table(number) is not None
 
     @cached_property
@@ -597,13 +602,13 @@ class Chain:
         """Raise BundleError if the bundle doesn't have a role."""
         if role not in self.roles:
             raise BundleError(
-                f"the bundle lacks the role {role}, it has {', '.join(self.roles)}",
-                remedy="choose another estimator, or export it with that role",
+                f"The bundle lacks the role {role}, it has {', '.join(self.roles)}.",
+                remedy="Choose another estimator, or export it with that role.",
                 code="role-missing",
             )
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the `chain` block of a manifest."""
+        """Return the `chain` block of a manifest."""
         block = asdict(self)
         for program, written in zip(self.programs, block["programs"], strict=True):
             for role, method in program.methods.items():
@@ -619,8 +624,8 @@ class Chain:
         readout = block.get("readout") if isinstance(block, Mapping) else None
         if _checked("readout", readout, str) == "verbalizer":
             raise BundleError(
-                "the bundle compares label words only, as version 0.1 did",
-                remedy="export it again without --label-words: tasks compare their label words themselves",
+                "The bundle compares label words only, as version 0.1 did.",
+                remedy="Export it again without --label-words: tasks compare their label words themselves.",
                 code="bundle-of-label-words",
             )
         chain: Chain = _read(cls, block, "chain")
@@ -628,7 +633,7 @@ class Chain:
 
 
 def _spec_problems(method: Interface, where: str) -> Iterator[str]:
-    """Yields problems of a method's specs; an engine compares them with the program later."""
+    """Yield problems of a method's specs; an engine compares them with the program later."""
     for what, names, specs in (
         ("inputs", method.inputs, method.input_specs),
         ("outputs", method.outputs, method.output_specs),
@@ -636,12 +641,12 @@ def _spec_problems(method: Interface, where: str) -> Iterator[str]:
         if method.has_specs and len(specs) != len(names):
             yield f"{len(names)} {what} {where} have {len(specs)} specs"
         for spec in specs:
-            if len(spec.sizes) > _MOST_AXES or any(not 1 <= size <= LARGEST_SIZE for size in spec.sizes):
-                yield f"one of the {what} {where} is {shown(spec)}"
+            if len(spec.sizes) > _MAX_AXES or any(not 1 <= size <= LARGEST_SIZE for size in spec.sizes):
+                yield f"one of the {what} {where} is {format_value(spec)}"
 
 
 # Fields that manifests of earlier versions lack.
-_LATER = (
+_NEWER_FIELDS = (
     *("trains_a", "experts", "shared_in", "past", "shared", "chunk", "window"),
     *("input_specs", "output_specs", "method"),
 )
@@ -662,10 +667,10 @@ def _read(expected: Any, value: Any, name: str) -> Any:
         try:
             return TensorSpec.parse(_checked(name, value, str))
         except ValueError as error:
-            raise _unreadable(name, value, str(error)) from None
+            raise _unreadable_error(name, value, str(error)) from None
     if isinstance(expected, type) and is_dataclass(expected):
         block = _checked(name, value, Mapping)
-        present = [field for field in _hints(expected) if field in block or field not in _LATER]
+        present = [field for field in _hints(expected) if field in block or field not in _NEWER_FIELDS]
         return expected(
             **{field: _read(_hints(expected)[field], block.get(field), field) for field in present}
         )
@@ -680,16 +685,16 @@ def _read(expected: Any, value: Any, name: str) -> Any:
 
 
 def _checked(name: str, value: Any, expected: type) -> Any:
-    """Returns a JSON value, with tuples as lists; raises BundleError if it has another type."""
+    """Return a JSON value, with tuples as lists; raises BundleError if it has another type."""
     value = [*value] if isinstance(value, tuple) else value
     if not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool):
-        raise _unreadable(name, value, f"must be {_TYPE_NAMES[expected]}")
+        raise _unreadable_error(name, value, f"must be {_TYPE_NAMES[expected]}")
     return value
 
 
-def _unreadable(name: str, value: Any, why: str) -> BundleError:
+def _unreadable_error(name: str, value: Any, why: str) -> BundleError:
     return BundleError(
-        f"the manifest's chain can't be read: {name} is {shown(value)}, {why}",
+        f"The manifest's chain can't be read: {name} is {format_value(value)}, {why}.",
         remedy=_REMEDY,
         code="chain-unreadable",
     )

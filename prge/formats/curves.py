@@ -13,13 +13,13 @@ SCORES = ("accuracy", "f1", "exact_match", "rouge_l", "pairs_right", "perplexity
 
 
 def score_of(record: Mapping[str, Any]) -> tuple[str, float]:
-    """Returns name and value of an evaluation's metric, or of its loss if it has no finite metric."""
+    """Return name and value of an evaluation's metric, or of its loss if it has no finite metric."""
     name = next((name for name in SCORES if record.get(name) is not None), "loss")
     return name, float(record[name])
 
 
 def merit_of(record: Mapping[str, Any]) -> tuple[float, float]:
-    """Returns a sort key of an evaluation, higher is better: its value, then its negative loss."""
+    """Return a sort key of an evaluation, higher is better: its value, then its negative loss."""
     loss = record.get("loss")
     return float(record["value"]), -math.inf if loss is None else -float(loss)
 
@@ -27,7 +27,7 @@ def merit_of(record: Mapping[str, Any]) -> tuple[float, float]:
 def series(
     run: Sequence[Record], event: str, axis: str, names: Sequence[str]
 ) -> tuple[list[float], list[float]]:
-    """Returns the points of a curve, without values that were not finite.
+    """Return the points of a curve, without values that were not finite.
 
     Args:
         run: records of a run.
@@ -45,7 +45,7 @@ def series(
 
 
 def smooth(values: Sequence[float], smoothing: float) -> list[float]:
-    """Returns the exponential moving average of values, with bias correction."""
+    """Return the exponential moving average of values, with bias correction."""
     smoothed = []
     average = weight = 0.0
     for value in values:
@@ -56,7 +56,7 @@ def smooth(values: Sequence[float], smoothing: float) -> list[float]:
 
 
 def labels(runs: Sequence[Path]) -> list[str]:
-    """Returns a name for each run: the shortest ends of the paths that are unique."""
+    """Return a name for each run: the shortest ends of the paths that are unique."""
     parts = [run.resolve().parts for run in runs]
     for length in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-length:]) for part in parts]

@@ -17,11 +17,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from prge.errors import shown
+from prge.errors import format_value
 from prge.system.regular_files import open_regular
 
-MOST_JSON_BYTES = 2 << 20
-MOST_YAML_BYTES = 64 << 10
+MAX_JSON_BYTES = 2 << 20
+MAX_YAML_BYTES = 64 << 10
 DEEPEST = 32
 _TOO_DEEP = f"it has more than {DEEPEST} levels of lists and mappings"
 LONGEST_NUMBER = 100
@@ -38,24 +38,24 @@ class DocumentError(ValueError):
         self.code = code
 
 
-def read_json(path: Path, most_bytes: int = MOST_JSON_BYTES, infinite: bool = False) -> Any:
+def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES, infinite: bool = False) -> Any:
     """Read a JSON file; raises OSError or DocumentError. `infinite`: whether numbers may be infinite."""
-    return parse_json(read_document(path, most_bytes), infinite)
+    return parse_json(read_document(path, max_bytes), infinite)
 
 
 def read_yaml(path: Path) -> Any:
     """Read a YAML file; raises OSError or DocumentError."""
-    return parse_yaml(read_document(path, MOST_YAML_BYTES))
+    return parse_yaml(read_document(path, MAX_YAML_BYTES))
 
 
-def read_document(path: Path, most_bytes: int) -> bytes:
-    """Read a regular file; raises OSError, or DocumentError if it is larger than `most_bytes`."""
+def read_document(path: Path, max_bytes: int) -> bytes:
+    """Read a regular file; raises OSError, or DocumentError if it is larger than `max_bytes`."""
     with open_regular(path, "rb", follow=True) as stream:
         size = os.fstat(stream.fileno()).st_size
-        content = stream.read(most_bytes + 1)
-    if len(content) > most_bytes:
+        content = stream.read(max_bytes + 1)
+    if len(content) > max_bytes:
         raise DocumentError(
-            f"it has {max(size, len(content))} bytes, at most {most_bytes} are read",
+            f"it has {max(size, len(content))} bytes, at most {max_bytes} are read",
             code="document-too-large",
         )
     return content
@@ -129,12 +129,12 @@ def parse_yaml(content: bytes | str) -> Any:
         raise DocumentError(
             "it has a number that is none, or one of thousands of digits", code="number-unreadable"
         ) from None
-    _check_scalars(value)
+    _check_numbers_and_texts(value)
     return value
 
 
 def mapping(value: Any) -> Mapping[str, Any]:
-    """Returns the value if it is a mapping, else an empty mapping."""
+    """Return the value if it is a mapping, else an empty mapping."""
     return value if isinstance(value, Mapping) else {}
 
 
@@ -149,11 +149,11 @@ def _decoded(content: bytes | str) -> str:
 
 
 def _without_duplicate_keys(pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Any]:
-    """Returns a mapping of pairs; raises DocumentError for duplicate keys."""
+    """Return a mapping of pairs; raises DocumentError for duplicate keys."""
     value = dict(pairs)
     if len(value) < len(pairs):
         duplicate = Counter(key for key, _ in pairs).most_common(1)[0][0]
-        raise DocumentError(f"it has the key {shown(duplicate)} twice", code="key-twice")
+        raise DocumentError(f"it has the key {format_value(duplicate)} twice", code="key-twice")
     return value
 
 
@@ -176,7 +176,9 @@ def _number(text: str) -> float:
 
 def _finite(value: float, text: object) -> float:
     if not math.isfinite(value):
-        raise DocumentError(f"it has {shown(text)}, which is no finite number", code="number-not-finite")
+        raise DocumentError(
+            f"it has {format_value(text)}, which is no finite number", code="number-not-finite"
+        )
     return value
 
 
@@ -196,7 +198,7 @@ _DECODER = _decoder(parse_constant=_refuse_constant)
 
 
 def _is_deep(value: object) -> bool:
-    """Whether a value is nested more than `DEEPEST` levels deep."""
+    """Return whether a value is nested more than `DEEPEST` levels deep."""
     level: list[object] = [value]
     for _ in range(DEEPEST):
         level = [
@@ -207,7 +209,7 @@ def _is_deep(value: object) -> bool:
 
 
 def _yaml_loader() -> type[Any]:
-    """Returns a YAML loader for the types of JSON only, in C if PyYAML has it."""
+    """Return a YAML loader for the types of JSON only, in C if PyYAML has it."""
     import yaml
 
     global _loader
@@ -230,7 +232,7 @@ def _yaml_loader() -> type[Any]:
 
 
 def _decimal(tag: str, pattern: re.Pattern[str]) -> re.Pattern[str]:
-    """Returns YAML 1.1's pattern of numbers, without base 60 (1:30) and octal (010) numbers."""
+    """Return YAML 1.1's pattern of numbers, without base 60 (1:30) and octal (010) numbers."""
     if not tag.endswith((":int", ":float")):
         return pattern
     return re.compile(rf"(?!.*:|[-+]?0[0-9_]+$){pattern.pattern}", pattern.flags)
@@ -260,15 +262,15 @@ def _check_events(text: str, loader: type[Any]) -> None:
             depth -= 1
 
 
-def _check_scalars(value: object) -> None:
+def _check_numbers_and_texts(value: object) -> None:
     """Raise DocumentError for numbers that are infinite or too long, and strings that can't be encoded."""
     if isinstance(value, dict):
         for key, each in value.items():
-            _check_scalars(key)
-            _check_scalars(each)
+            _check_numbers_and_texts(key)
+            _check_numbers_and_texts(each)
     elif isinstance(value, list):
         for each in value:
-            _check_scalars(each)
+            _check_numbers_and_texts(each)
     elif isinstance(value, float):
         _finite(value, value)
     elif isinstance(value, int) and value.bit_length() > 4 * LONGEST_NUMBER:

@@ -38,7 +38,7 @@ _PREFIXES: Mapping[str, str] = {"d_": "tangent_", "slope_": "grad_"}
 
 
 def chain_of_format_3(chain: Any) -> Any:
-    """Returns a manifest's `chain` block in the current format; an invalid block stays as it is."""
+    """Return a manifest's `chain` block in the current format; an invalid block stays as it is."""
     try:
         return {
             **{name: value for name, value in chain.items() if name != "kinds"},
@@ -72,7 +72,7 @@ def _method(role: str, method: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def port_of_format_3(name: str) -> str:
-    """Returns the current name of an input or output of a method."""
+    """Return the current name of an input or output of a method."""
     stem, dot, index = name.partition(".")
     if stem in _GRADIENTS:
         return f"{_GRADIENTS[stem]}{dot}{index}"

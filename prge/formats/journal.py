@@ -66,15 +66,15 @@ class Journal:
         self._by_step = {(record["type"], record.get("step")): record for record in self.records}
 
     def first(self, record_type: str) -> Record | None:
-        """Returns the first record of a type; None if there is none."""
+        """Return the first record of a type; None if there is none."""
         return next((record for record in self.records if record["type"] == record_type), None)
 
     def step(self, step: int) -> Record | None:
-        """Returns the record of a step, counted from 0; None if the journal doesn't have it."""
+        """Return the record of a step, counted from 0; None if the journal doesn't have it."""
         return self._by_step.get(("step", step))
 
     def evaluation(self, step: int) -> Record | None:
-        """Returns the evaluation before a step; None if the journal doesn't have it."""
+        """Return the evaluation before a step; None if the journal doesn't have it."""
         return self._by_step.get(("evaluation", step))
 
     @property
@@ -144,7 +144,7 @@ class Journal:
             where = " ".join(str(record[name]) for name in ("type", "step") if name in record)
             raise RunError(
                 f"{self.path}: the record {where!r} can't be used: {type(error).__name__}: {error}",
-                remedy="restore the run folder from a copy, or start the run again in a new folder",
+                remedy="Restore the run folder from a copy, or start the run again in a new folder.",
                 code="journal-damaged",
             ) from error
 
@@ -189,7 +189,7 @@ def _line(record: Record) -> bytes:
 
 
 def _names(path: Path) -> set[str]:
-    """Returns the names of the other files in a file's folder; empty if the folder can't be read."""
+    """Return the names of the other files in a file's folder; empty if the folder can't be read."""
     try:
         return {*os.listdir(path.parent)} - {path.name}
     except OSError:
@@ -197,7 +197,7 @@ def _names(path: Path) -> set[str]:
 
 
 def _read(path: Path) -> tuple[list[Record], int]:
-    """Returns the intact records of a journal file, and the length of the lines that hold them."""
+    """Return the intact records of a journal file, and the length of the lines that hold them."""
     records: list[Record] = []
     length = 0
     try:
@@ -210,8 +210,8 @@ def _read(path: Path) -> tuple[list[Record], int]:
             if number == len(lines):
                 break
             raise RunError(
-                f"{path}: line {number} of {len(lines)} is damaged",
-                remedy="restore the run folder from a copy, or start the run again in a new folder",
+                f"{path}: line {number} of {len(lines)} is damaged.",
+                remedy="Restore the run folder from a copy, or start the run again in a new folder.",
                 code="journal-damaged",
             )
         records.append(record)

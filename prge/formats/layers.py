@@ -19,13 +19,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from prge.errors import BundleError, shown
+from prge.errors import BundleError, format_value
 from prge.formats.bundle import Bundle
 from prge.formats.documents import DocumentError, mapping, read_json
 
 LAYERS = "layers.json"
 _GROUP, _ZERO = 32, 8
-_MOST_LAYERS = 1 << 20
+_MAX_LAYERS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class StoredLayer:
     shape: tuple[int, int]
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the layer's entry in `layers.json`."""
+        """Return the layer's entry in `layers.json`."""
         return {**asdict(self), "shape": [*self.shape]}
 
     @classmethod
@@ -93,15 +93,15 @@ def read_layers(folder: Path, manifest: Mapping[str, Any]) -> dict[str, dict[str
     try:
         table = read_json(folder / LAYERS)
     except (OSError, DocumentError) as error:
-        raise _unusable(folder, str(error)) from None
+        raise _unusable_error(folder, str(error)) from None
     entries = mapping(table)
-    if len(entries) > _MOST_LAYERS or not all(isinstance(entry, dict) for entry in entries.values()):
-        raise _unusable(folder, "it has something else than layers")
+    if len(entries) > _MAX_LAYERS or not all(isinstance(entry, dict) for entry in entries.values()):
+        raise _unusable_error(folder, "it has something else than layers")
     return {str(name): dict(entry) for name, entry in entries.items()}
 
 
 def stored_layers(bundle: Bundle) -> dict[str, StoredLayer]:
-    """Returns the locations of a bundle's int4 layers by name; the bundle's files must have been checked.
+    """Return the locations of a bundle's int4 layers by name; the bundle's files must have been checked.
 
     Raises:
         BundleError: the file is invalid.
@@ -112,11 +112,12 @@ def stored_layers(bundle: Bundle) -> dict[str, StoredLayer]:
             try:
                 layers[name] = StoredLayer.from_json(entry, bundle.manifest["files"])
             except ValueError:
-                raise _unusable(bundle.folder, f"{shown(name)} is {shown(entry)}") from None
+                why = f"{format_value(name)} is {format_value(entry)}"
+                raise _unusable_error(bundle.folder, why) from None
     return layers
 
 
-def _unusable(folder: Path, why: str) -> BundleError:
+def _unusable_error(folder: Path, why: str) -> BundleError:
     return BundleError(
-        f"{folder / LAYERS} can't be used: {why}", remedy="export the bundle again", code="layers-unusable"
+        f"{folder / LAYERS} can't be used: {why}", remedy="Export the bundle again.", code="layers-unusable"
     )

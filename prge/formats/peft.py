@@ -22,10 +22,10 @@ import safetensors
 import safetensors.numpy
 
 from prge.engine import Array, FloatArray
-from prge.errors import AdapterError, RunError, shown
+from prge.errors import AdapterError, RunError, format_value
 from prge.formats.adapter import Adapter
 from prge.formats.bundle import file_sha256
-from prge.formats.documents import MOST_JSON_BYTES, DocumentError, parse_json, read_document
+from prge.formats.documents import MAX_JSON_BYTES, DocumentError, parse_json, read_document
 from prge.formats.run_folder import FINAL, JOURNAL
 from prge.formats.tune_folder import find_tuning
 from prge.model_spec import AdaptedModule
@@ -75,11 +75,11 @@ class PeftAdapter:
         return float(self.config["lora_alpha"])
 
     def alpha_of(self, module: str) -> float:
-        """Returns the alpha of a module."""
+        """Return the alpha of a module."""
         return float(_of_module(self.config, "alpha_pattern", module, self.alpha))
 
     def scale_of(self, module: str) -> float:
-        """Returns the scale of a module: alpha / rank; for rsLoRA (arXiv 2312.03732) alpha / sqrt(rank)."""
+        """Return the scale of a module: alpha / rank; for rsLoRA (arXiv 2312.03732) alpha / sqrt(rank)."""
         return lora_scale(
             self.alpha_of(module), len(self.lora_a[module]), bool(self.config.get("use_rslora"))
         )
@@ -100,12 +100,12 @@ class PeftAdapter:
 
 
 def lora_scale(alpha: float, rank: int, by_root: bool) -> float:
-    """Returns the scale of an adapter: alpha / rank, or alpha / sqrt(rank)."""
+    """Return the scale of an adapter: alpha / rank, or alpha / sqrt(rank)."""
     return alpha / math.sqrt(rank) if by_root else alpha / rank
 
 
 def weight_name(module: str, letter: Literal["A", "B"]) -> str:
-    """Returns the name of a module's `lora_A` or `lora_B` in the weights file."""
+    """Return the name of a module's `lora_A` or `lora_B` in the weights file."""
     return f"{PREFIX}{module}.lora_{letter}.weight"
 
 
@@ -125,7 +125,7 @@ class NamedBase:
 
 
 def named_base(config: Mapping[str, Any]) -> NamedBase | None:
-    """Returns the base model of an adapter's configuration; None if it names none.
+    """Return the base model of an adapter's configuration; None if it names none.
 
     The hash of a folder's content is in `revision` if the name is a path that can be loaded, else after the
     name.
@@ -141,7 +141,7 @@ def named_base(config: Mapping[str, Any]) -> NamedBase | None:
 
 
 def find_adapter(source: Path) -> Path:
-    """Returns the PEFT folder of a tuning, a run, a run's `final/`, a checkpoint, or a PEFT folder.
+    """Return the PEFT folder of a tuning, a run, a run's `final/`, a checkpoint, or a PEFT folder.
 
     Raises:
         RunError: the tuning or the run has no result yet.
@@ -154,20 +154,20 @@ def find_adapter(source: Path) -> Path:
             return folder
     if (source / JOURNAL).is_file():
         raise RunError(
-            f"{source} is a run without a result",
-            remedy=f"finish it with `prge run --resume {source}`, or give one of its checkpoints",
+            f"{source} is a run without a result.",
+            remedy=f"Finish it with `prge run --resume {source}`, or give one of its checkpoints.",
             code="run-unfinished",
         )
     raise AdapterError(
         f"{source} holds no trained adapter:",
         [f"neither {CONFIG} nor {FINAL}/{CONFIG} is there"],
-        remedy="give a run folder, a checkpoint or a PEFT folder",
+        remedy="Give a run folder, a checkpoint or a PEFT folder.",
         code="adapter-missing",
     )
 
 
 def find_run(folder: Path) -> Path | None:
-    """Returns the run folder of a PEFT folder that is a run's result or checkpoint; else None."""
+    """Return the run folder of a PEFT folder that is a run's result or checkpoint; else None."""
     absolute = folder.resolve()
     run = absolute.parent if absolute.name == FINAL else absolute.parent.parent
     return run if (run / JOURNAL).is_file() else None
@@ -185,9 +185,9 @@ def read_lora(folder: Path | str) -> PeftAdapter:
     problems = _variant_problems(config, heads) + _number_problems(config)
     if problems:
         raise AdapterError(
-            f"the adapter {folder} can't be used:",
+            f"The adapter {folder} can't be used:",
             problems,
-            remedy="train it as plain LoRA on linear layers",
+            remedy="Train it as plain LoRA on linear layers.",
             code="adapter-unsupported",
         )
     matrices: dict[str, dict[str, FloatArray]] = {"A": {}, "B": {}}
@@ -200,7 +200,7 @@ def read_lora(folder: Path | str) -> PeftAdapter:
     lora_a, lora_b = matrices.values()
     problems += _pair_problems(config, lora_a, lora_b)
     if problems:
-        raise AdapterError(f"the adapter {folder} can't be used:", problems, code="adapter-incomplete")
+        raise AdapterError(f"The adapter {folder} can't be used:", problems, code="adapter-incomplete")
     return PeftAdapter(config, lora_a, lora_b)
 
 
@@ -243,9 +243,9 @@ def read_peft(folder: Path | str, modules: Sequence[AdaptedModule]) -> Adapter:
                 problems += _infinite(name, weights.get_tensor(name))
         if problems:
             raise AdapterError(
-                f"the adapter {folder} doesn't fit the bundle",
+                f"The adapter {folder} doesn't fit the bundle:",
                 problems,
-                remedy="give an adapter of this bundle, or export a bundle from it with --start-adapter",
+                remedy="Give an adapter of this bundle, or export a bundle from it with --start-adapter.",
                 code="adapter-does-not-fit",
             )
         # Allocated only after the file has confirmed the sizes, which come from a manifest.
@@ -327,17 +327,17 @@ def read_compatible_adapter(
             )
     if problems:
         raise AdapterError(
-            f"the adapter {folder} doesn't fit the bundle",
+            f"The adapter {folder} doesn't fit the bundle:",
             problems,
-            remedy="export a bundle from it with --start-adapter, or give one of this model"
-            + ("; a bundle of --adapter lora takes any lora_A" if differing else ""),
+            remedy="Export a bundle from it with --start-adapter, or give one of this model"
+            + ("; a bundle of --adapter lora takes any lora_A." if differing else "."),
             code="adapter-does-not-fit",
         )
     return Adapter(adapter.modules, adapter.values, lora_a) if differing else adapter
 
 
 def scaled_lora_a(folder: Path | str) -> dict[str, FloatArray]:
-    """Returns `lora_A` times alpha / rank, f32 [rank, in] by module name; raises AdapterError."""
+    """Return `lora_A` times alpha / rank, f32 [rank, in] by module name; raises AdapterError."""
     adapter = read_lora(folder)
     return {name: matrix * np.float32(adapter.scale_of(name)) for name, matrix in adapter.lora_a.items()}
 
@@ -367,9 +367,9 @@ def write_peft(
     """
     if problem := _infinite("its vector", adapter.values):
         raise AdapterError(
-            f"the adapter is not written to {folder}",
+            f"The adapter is not written to {folder}:",
             problem,
-            remedy="train again with a lower learning rate",
+            remedy="Train again with a lower learning rate.",
             code="adapter-not-finite",
         )
     template = Path(template_folder)
@@ -379,9 +379,9 @@ def write_peft(
         problems = _tensor_problems(weights, adapter.modules)
         if problems:
             raise AdapterError(
-                f"the adapter {template} is not of these modules",
+                f"The adapter {template} is not of these modules:",
                 problems.values(),
-                remedy="give the bundle's own adapter",
+                remedy="Give the bundle's own adapter.",
                 code="adapter-of-other-modules",
             )
         for module in adapter.modules:
@@ -413,9 +413,9 @@ def read_arrays(path: Path | str) -> dict[str, Array]:
             return {name: weights.get_tensor(name) for name in sorted(weights.keys())}
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise AdapterError(
-                f"{path} can't be read",
+                f"{path} can't be read:",
                 [f"{error}"],
-                remedy="give a file that prge wrote",
+                remedy="Give a file that prge wrote.",
                 code="arrays-unreadable",
             ) from None
 
@@ -426,26 +426,26 @@ def _serialize(tensors: Mapping[str, Array]) -> bytes:
     return bytes(safetensors.numpy.save(contiguous, metadata={"format": "pt"}))
 
 
-def _no_adapter(path: Path, reason: str) -> AdapterError:
+def _no_adapter_error(path: Path, reason: str) -> AdapterError:
     return AdapterError(
-        f"{path.parent} is not a PEFT adapter",
+        f"{path.parent} is not a PEFT adapter:",
         [f"{path.name}{reason}"],
-        remedy=f"give a folder with {CONFIG} and {WEIGHTS}",
+        remedy=f"Give a folder with {CONFIG} and {WEIGHTS}.",
         code="not-an-adapter",
     )
 
 
-def _damaged(path: Path, problem: object) -> AdapterError:
+def _damaged_error(path: Path, problem: object) -> AdapterError:
     return AdapterError(
-        f"{path} is damaged", [str(problem)], remedy="copy the folder again", code="adapter-damaged"
+        f"{path} is damaged:", [str(problem)], remedy="Copy the folder again.", code="adapter-damaged"
     )
 
 
 def _read_bytes(path: Path) -> bytes:
     try:
-        return read_document(path, MOST_JSON_BYTES)
+        return read_document(path, MAX_JSON_BYTES)
     except (OSError, DocumentError) as error:
-        raise _no_adapter(path, f": {getattr(error, 'strerror', None) or error}") from None
+        raise _no_adapter_error(path, f": {getattr(error, 'strerror', None) or error}") from None
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -464,22 +464,22 @@ def _json_object(path: Path, content: bytes) -> dict[str, Any]:
     try:
         value = parse_json(content)
     except DocumentError as error:
-        raise _damaged(path, error) from None
+        raise _damaged_error(path, error) from None
     if not isinstance(value, dict):
-        raise _damaged(path, "it is not a JSON object")
+        raise _damaged_error(path, "it is not a JSON object")
     return value
 
 
 def _open_weights(path: Path) -> Any:
     """Open a safetensors file; its arrays are read on access."""
     if not path.is_file():
-        raise _no_adapter(path, " is missing")
+        raise _no_adapter_error(path, " is missing")
     try:
         return safetensors.safe_open(str(path), framework="numpy")
     except (safetensors.SafetensorError, OSError, ValueError) as error:
         if is_out_of_memory(error):
             raise MemoryError(f"{path} can't be read") from None
-        raise _damaged(path, error) from None
+        raise _damaged_error(path, error) from None
 
 
 def _check_hashes(folder: Path, only: str | None = None) -> None:
@@ -494,27 +494,27 @@ def _check_hashes(folder: Path, only: str | None = None) -> None:
         if only is not None and name != only:
             continue
         if Path(name).name != name:
-            problems.append(f"{HASHES} names a file outside the folder: {shown(name)}")
+            problems.append(f"{HASHES} names a file outside the folder: {format_value(name)}")
         elif name not in present:
             problems.append(f"{name} is missing")
         elif file_sha256(folder / name) != expected:
             problems.append(f"{name} was changed after it was written: its SHA-256 differs")
     if problems:
         raise AdapterError(
-            f"{folder} is damaged",
+            f"{folder} is damaged:",
             problems,
-            remedy=f"copy the folder again; if the change was meant, delete its {HASHES}",
+            remedy=f"Copy the folder again; if the change was meant, delete its {HASHES}.",
             code="adapter-changed",
         )
 
 
 def head_weights(layer: str, head: Mapping[str, Array]) -> dict[str, Array]:
-    """Returns the arrays of a classification head by PEFT's names of a layer in `modules_to_save`."""
+    """Return the arrays of a classification head by PEFT's names of a layer in `modules_to_save`."""
     return {f"{PREFIX}{layer}.{name}": array for name, array in head.items()}
 
 
 def _head_names(folder: Path, config: Mapping[str, Any]) -> set[str]:
-    """Returns the tensor names of a classification head that is also stored as `head.safetensors`."""
+    """Return the tensor names of a classification head that is also stored as `head.safetensors`."""
     saved = config.get("modules_to_save")
     if not (folder / HEAD).is_file() or not isinstance(saved, list):
         return set()
@@ -522,13 +522,13 @@ def _head_names(folder: Path, config: Mapping[str, Any]) -> set[str]:
 
 
 def _variant_problems(config: Mapping[str, Any], heads: Collection[str] = ()) -> list[str]:
-    """Returns problems of a configuration that isn't base(x) + alpha / rank * lora_b(lora_a(x)).
+    """Return problems of a configuration that isn't base(x) + alpha / rank * lora_b(lora_a(x)).
 
     `heads` are names of tensors in `modules_to_save` that are known to be classification heads.
     """
     problems = []
     if str(config.get("peft_type", "LORA")).upper() != "LORA":
-        problems.append(f"{CONFIG} has peft_type {shown(config['peft_type'])}, must be 'LORA'")
+        problems.append(f"{CONFIG} has peft_type {format_value(config['peft_type'])}, must be 'LORA'")
     for name in ("use_dora", "use_qalora", "lora_bias", "alora_invocation_tokens"):
         if config.get(name):
             problems.append(f"{name} is set: the bundle computes plain LoRA")
@@ -536,17 +536,17 @@ def _variant_problems(config: Mapping[str, Any], heads: Collection[str] = ()) ->
         if config.get(name) and not (heads and name == "modules_to_save"):
             problems.append(f"{name} is set: the bundle adapts linear layers only")
     if config.get("bias", "none") != "none":
-        problems.append(f"bias is {shown(config['bias'])}: the bundle's biases are frozen")
+        problems.append(f"bias is {format_value(config['bias'])}: the bundle's biases are frozen")
     if config.get("init_lora_weights", True) not in _PLAIN_INITIALIZATIONS:
         problems.append(
-            f"init_lora_weights is {shown(config['init_lora_weights'])}: it changes the base weights, "
+            f"init_lora_weights is {format_value(config['init_lora_weights'])}: it changes the base weights, "
             "which are exported as they are"
         )
     return problems
 
 
 def _base_problems(config: Mapping[str, Any], template: Mapping[str, Any]) -> list[str]:
-    """Returns a problem if, by hash or commit, an adapter was trained on another base model."""
+    """Return a problem if, by hash or commit, an adapter was trained on another base model."""
     named, expected = named_base(config), named_base(template)
     if named is None or expected is None:
         return []
@@ -555,7 +555,7 @@ def _base_problems(config: Mapping[str, Any], template: Mapping[str, Any]) -> li
         named.name == expected.name and all(commits) and commits[0] != commits[1]
     ):
         actual, wanted = (
-            f"{shown(each.name)}{f' of {shown(mark)}' if mark else ''}"
+            f"{format_value(each.name)}{f' of {format_value(mark)}' if mark else ''}"
             for each in (named, expected)
             for mark in [each.sha256 or each.commit]
         )
@@ -564,37 +564,37 @@ def _base_problems(config: Mapping[str, Any], template: Mapping[str, Any]) -> li
 
 
 def _number_problems(config: Mapping[str, Any]) -> list[str]:
-    """Returns problems of rank, alpha and target modules: missing or invalid values."""
+    """Return problems of rank, alpha and target modules: missing or invalid values."""
     problems = []
     rank, alpha, targets = (config.get(name) for name in ("r", "lora_alpha", "target_modules"))
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-        problems.append(f"r is {shown(rank)}, must be a whole number of at least 1")
+        problems.append(f"r is {format_value(rank)}, must be a whole number of at least 1")
     if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not 0 < alpha < math.inf:
-        problems.append(f"lora_alpha is {shown(alpha)}, must be a number above 0")
+        problems.append(f"lora_alpha is {format_value(alpha)}, must be a number above 0")
     for name, value_type in (("rank_pattern", int), ("alpha_pattern", int | float)):
         pattern = config.get(name) or {}
         if not isinstance(pattern, dict) or not all(
             isinstance(value, value_type) and not isinstance(value, bool) and 0 < value < math.inf
             for value in pattern.values()
         ):
-            problems.append(f"{name} is {shown(pattern)}, must map modules to numbers above 0")
+            problems.append(f"{name} is {format_value(pattern)}, must map modules to numbers above 0")
         elif any(_REGEX_CHARACTERS.intersection(key) for key in pattern):
-            problems.append(f"{name} is {shown(pattern)}, must have names of modules, no expressions")
+            problems.append(f"{name} is {format_value(pattern)}, must have names of modules, no expressions")
     is_names = isinstance(targets, list) and all(isinstance(name, str) for name in targets)
     if not (is_names or isinstance(targets, str)) or not targets:
-        problems.append(f"target_modules is {shown(targets)}, must be names or an expression")
+        problems.append(f"target_modules is {format_value(targets)}, must be names or an expression")
     return problems
 
 
 def _of_module(config: Mapping[str, Any], pattern: str, module: str, default: float) -> float:
-    """Returns a pattern's value for a module: the first whose key is the module's name or the end of it."""
+    """Return a pattern's value for a module: the first whose key is the module's name or the end of it."""
     values: Mapping[str, float] = config.get(pattern) or {}
     matching = (value for key, value in values.items() if module == key or module.endswith(f".{key}"))
     return next(matching, default)
 
 
 def _module_of(name: str) -> tuple[str, str]:
-    """Returns module and letter of a tensor's name; an empty letter if it isn't a matrix of LoRA."""
+    """Return module and letter of a tensor's name; an empty letter if it isn't a matrix of LoRA."""
     plain = name.removeprefix(PREFIX).replace(".default.weight", ".weight")
     for letter in ("A", "B"):
         if plain.endswith(f".lora_{letter}.weight"):
@@ -603,7 +603,7 @@ def _module_of(name: str) -> tuple[str, str]:
 
 
 def _rank_problems(config: Mapping[str, Any], modules: Sequence[AdaptedModule]) -> list[str]:
-    """Returns a problem if the ranks of a configuration differ from the modules' ranks."""
+    """Return a problem if the ranks of a configuration differ from the modules' ranks."""
     ranks = {module: _of_module(config, "rank_pattern", module.name, config["r"]) for module in modules}
     differing = [module for module, rank in ranks.items() if rank != module.rank]
     return [
@@ -616,7 +616,7 @@ def _rank_problems(config: Mapping[str, Any], modules: Sequence[AdaptedModule]) 
 def _pair_problems(
     config: Mapping[str, Any], lora_a: Mapping[str, FloatArray], lora_b: Mapping[str, FloatArray]
 ) -> list[str]:
-    """Returns problems of modules that have one matrix only, or matrices of another rank than configured."""
+    """Return problems of modules that have one matrix only, or matrices of another rank than configured."""
     problems = [
         f"{module} has only one of lora_A and lora_B" for module in sorted(lora_a.keys() ^ lora_b.keys())
     ]
@@ -648,7 +648,7 @@ def _read_floats(path: Path, problems: list[str]) -> dict[str, FloatArray]:
 
 
 def _infinite(name: str, array: Array) -> list[str]:
-    """Returns a problem if an array has values that are not finite."""
+    """Return a problem if an array has values that are not finite."""
     count = int(array.size - np.count_nonzero(np.isfinite(array)))
     return [f"{name} {list(array.shape)} has {count} values that are not finite"] if count else []
 
@@ -656,7 +656,7 @@ def _infinite(name: str, array: Array) -> list[str]:
 def _tensor_problems(
     weights: Any, modules: Sequence[AdaptedModule], heads: Collection[str] = ()
 ) -> dict[str, str]:
-    """Returns the differences between a file's header and the tensors of the modules, by tensor name."""
+    """Return the differences between a file's header and the tensors of the modules, by tensor name."""
     expected: dict[str, list[int]] = {}
     for module in modules:
         expected[weight_name(module.name, "A")] = [module.rank, module.in_features]

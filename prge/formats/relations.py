@@ -23,7 +23,7 @@ RELATIONS = ("behind", "halves", "meeting", "entering", "leaving", "staying")
 
 
 def relation_shape(relation_type: str, length: int, window: int | None) -> tuple[int, int, int]:
-    """Returns the shape of a table for calls of `length` tokens."""
+    """Return the shape of a table for calls of `length` tokens."""
     if relation_type in ("behind", "halves", "meeting"):
         return 1, length, length
     assert window is not None
@@ -32,7 +32,7 @@ def relation_shape(relation_type: str, length: int, window: int | None) -> tuple
 
 @lru_cache(maxsize=64)
 def relation(relation_type: str, length: int, first: int, window: int | None) -> FloatArray:
-    """Returns a table for calls of `length` tokens, f32; see the module's docstring."""
+    """Return a table for calls of `length` tokens, f32; see the module's docstring."""
     shape = relation_shape(relation_type, length, window)
     row, column = np.arange(shape[1])[:, None], np.arange(shape[2])
     if relation_type == "behind":

@@ -74,8 +74,7 @@ class RunLog:
     """The files metrics.jsonl and log.txt of a run folder, opened for appending.
 
     Every line is passed to the operating system before the call returns: a killed run loses at most the line
-        that it
-    was writing.
+    that it was writing.
 
     Attributes:
         folder: the run folder.
@@ -117,7 +116,7 @@ class RunLog:
             _append(self._log, f"{now} {line}")
 
     def last(self, event: str) -> Record | None:
-        """Returns the newest record of an event, including records from before a resume."""
+        """Return the newest record of an event, including records from before a resume."""
         return next((record for record in reversed(self.records) if record.get("event") == event), None)
 
     def close(self) -> None:
@@ -135,7 +134,7 @@ class RunLog:
         self.close()
 
     def _kept_records(self, keep_through: int | None) -> list[Record]:
-        """Returns the records of metrics.jsonl up to a step, and removes all other lines from the file."""
+        """Return the records of metrics.jsonl up to a step, and remove all other lines from the file."""
         path = self.folder / METRICS
         if not os.path.lexists(path):
             return []
@@ -161,13 +160,13 @@ def read_metrics(folder: Path) -> list[Record]:
         lines = read_regular(path).splitlines(keepends=True)
     except (FileNotFoundError, NotADirectoryError):
         raise RunError(
-            f"{folder} is not a run: it has no {METRICS}",
-            remedy="give the folder of `prge run --out`",
+            f"{folder} is not a run: it has no {METRICS}.",
+            remedy="Give the folder of `prge run --out`.",
             code="not-a-run",
         ) from None
     except OSError as error:
         raise RunError(
-            f"{path} can't be read: {error.strerror}", remedy="give another run", code="run-unreadable"
+            f"{path} can't be read: {error.strerror}", remedy="Give another run.", code="run-unreadable"
         ) from None
     records = []
     for number, line in enumerate(lines, 1):
@@ -176,8 +175,8 @@ def read_metrics(folder: Path) -> list[Record]:
             records.append(record)
         elif number < len(lines):
             raise RunError(
-                f"{path}: line {number} is damaged: no record of metrics",
-                remedy="remove that line, or start a new run",
+                f"{path}: line {number} is damaged: no record of metrics.",
+                remedy="Remove that line, or start a new run.",
                 code="metrics-damaged",
             )
     return records
@@ -202,7 +201,7 @@ def write_summary(
 
 
 def environment() -> Record:
-    """Returns the block `meta` of run.json: versions, platform, processor, memory; imports no packages."""
+    """Return the block `meta` of run.json: versions, platform, processor, memory; imports no packages."""
     return {
         "prge": _versions().get("prge"),
         "python": platform.python_version(),
@@ -279,8 +278,8 @@ def _hold(folder: Path) -> _Held:
                 stream.seek(0)
                 if not _LOCK_CONTENT.fullmatch(stream.read(_LONGEST_HOLDER)):  # its content would be lost
                     raise RunError(
-                        f"{folder / LOCK} is not a lock of prge",
-                        remedy="give another folder",
+                        f"{folder / LOCK} is not a lock of prge.",
+                        remedy="Give another folder.",
                         code="lock-foreign",
                     )
                 if not _lock(stream) and not _lock_after_end(stream):
@@ -293,8 +292,8 @@ def _hold(folder: Path) -> _Held:
             if attempt == _ATTEMPTS - 1:
                 raise
     raise RunError(
-        f"{folder} is in use by process {_holder_of(folder) or 'unknown'}",
-        remedy="wait for it or stop it, or give another folder with --out",
+        f"{folder} is in use by process {_holder_of(folder) or 'unknown'}.",
+        remedy="Wait for it or stop it, or give another folder with --out.",
         code="run-in-use",
     )
 
@@ -319,8 +318,8 @@ def check_new_run(folder: Path, names: Iterable[str] = ()) -> None:
     existing = [name for name in (*run_names, *names) if os.path.lexists(folder / name)]
     if existing:
         raise RunError(
-            f"{folder} holds {existing[0]}, which a run would replace",
-            remedy="give a new or empty folder with --out",
+            f"{folder} holds {existing[0]}, which a run would replace.",
+            remedy="Give a new or empty folder with --out.",
             code="folder-occupied",
         )
 
@@ -347,7 +346,7 @@ def _lock_after_end(stream: BinaryIO) -> bool:
 
 
 def is_held(folder: Path) -> bool:
-    """Whether a process holds the lock of a run folder; False if that can't be determined."""
+    """Return whether a process holds the lock of a run folder; False if that can't be determined."""
     try:
         with open_regular(folder / LOCK, "rb") as stream:
             return not _lock(stream)
@@ -391,7 +390,7 @@ def metrics_record(line: bytes) -> Record | None:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether a value is a finite number of a plausible size, or None."""
+    """Return whether a value is a finite number of a plausible size, or None."""
     if isinstance(value, bool) or not isinstance(value, int | float | None):
         return False
     return value is None or abs(value) < _MAX_NUMBER
@@ -427,7 +426,7 @@ def _lock(stream: BinaryIO) -> bool:
 
 @lru_cache(maxsize=1)
 def _versions() -> dict[str, str]:
-    """Returns the versions of the installed packages; cached, because it reads their metadata."""
+    """Return the versions of the installed packages; cached, because it reads their metadata."""
     versions = {}
     for name in ("prge", *_PACKAGES):
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -436,7 +435,7 @@ def _versions() -> dict[str, str]:
 
 
 def _cpu_model() -> str:
-    """Returns the name of the processor; on a phone, of the chip."""
+    """Return the name of the processor; on a phone, of the chip."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

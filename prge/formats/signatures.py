@@ -166,11 +166,11 @@ class Port:
         return self.of(Part.GRADIENT)
 
     def of(self, part: Part) -> Port:
-        """Returns the port of a part of the value; derivatives aren't differentiable themselves."""
+        """Return the port of a part of the value; derivatives aren't differentiable themselves."""
         return replace(self, part=part, is_differentiable=self.is_differentiable and part is Part.VALUE)
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Returns the shape for given sizes."""
+        """Return the shape for given sizes."""
         return tuple(math.prod(_length(name, sizes) for name in size.split("*")) for size in self.sizes)
 
     @property
@@ -238,13 +238,13 @@ class Signature:
         return [port.name for port in self.outputs]
 
     def port(self, name: str, is_output: bool = False) -> Port:
-        """Returns the input, or output, of a name."""
+        """Return the input, or output, of a name."""
         return next(port for port in (self.outputs if is_output else self.inputs) if port.name == name)
 
 
 @lru_cache(maxsize=1024)
 def signature(block: BlockPorts, role: Role) -> Signature:
-    """Returns the signature of a method, without tables; empty for roles that an output head doesn't have."""
+    """Return the signature of a method, without tables; empty for roles that an output head doesn't have."""
     view, derivative = role.view, role.derivative
     if block.is_head and view is View.CHUNK:
         return Signature((), ())
@@ -253,7 +253,7 @@ def signature(block: BlockPorts, role: Role) -> Signature:
 
 
 def _head_signature(view: View) -> Signature:
-    """Returns the signature of the value of a vocabulary shard."""
+    """Return the signature of the value of a vocabulary shard."""
     if view is View.TOKEN:
         state = Port(HIDDEN_STATES, sizes=("sequences", "1", "entering"))
         return Signature((state,), (Port(LOGITS, sizes=("sequences", "1", "words")),))
@@ -267,7 +267,7 @@ def _head_signature(view: View) -> Signature:
 
 
 def _block_signature(block: BlockPorts, view: View, derivative: Derivative) -> Signature:
-    """Returns the signature of a block's value, with the sizes that it has in a method of the derivative."""
+    """Return the signature of a block's value, with the sizes that it has in a method of the derivative."""
     is_value = derivative is Derivative.VALUE
     copies: tuple[str, ...] = ()
     match view:
@@ -312,7 +312,7 @@ def _block_signature(block: BlockPorts, view: View, derivative: Derivative) -> S
 
 
 def _past_signature(block: BlockPorts, view: View, derivative: Derivative) -> Signature:
-    """Returns the additional inputs and outputs of a block with causal attention."""
+    """Return the additional inputs and outputs of a block with causal attention."""
     is_token = view is View.TOKEN
     heads, length = ("sequences*heads", "1") if is_token else ("heads", "tokens")
     is_differentiable = not block.past or block.shared_in[block.past[0]]
@@ -333,7 +333,7 @@ def _past_signature(block: BlockPorts, view: View, derivative: Derivative) -> Si
 
 
 def _with_derivative(value: Signature, derivative: Derivative, residual_count: int) -> Signature:
-    """Returns the signature of a derivative, given the signature of the value."""
+    """Return the signature of a derivative, given the signature of the value."""
     inputs, outputs = value.inputs, value.outputs
     residuals = tuple(
         Port(RESIDUAL, number, sizes=(*outputs[0].sizes[:-1], "residual")) for number in range(residual_count)
@@ -355,22 +355,22 @@ def _with_derivative(value: Signature, derivative: Derivative, residual_count: i
 
 
 def with_tangents(outputs: Iterable[Port]) -> tuple[Port, ...]:
-    """Returns the outputs of a `jvp` method: each output followed by its tangents."""
+    """Return the outputs of a `jvp` method: each output followed by its tangents."""
     return tuple(output for port in outputs for output in (port, port.tangent))
 
 
 def gradients(inputs: Iterable[Port]) -> tuple[Port, ...]:
-    """Returns the outputs of a `backward` method for a block's inputs; gradients of the adapter come last."""
+    """Return the outputs of a `backward` method for a block's inputs; gradients of the adapter come last."""
     return tuple(port.gradient for port in differentiable_ports(inputs))
 
 
 def differentiable_ports(inputs: Iterable[Port]) -> list[Port]:
-    """Returns the inputs with respect to which a block has derivatives; the adapter's matrices come last."""
+    """Return the inputs with respect to which a block has derivatives; the adapter's matrices come last."""
     return sorted((port for port in inputs if port.is_differentiable), key=lambda port: port.is_adapter)
 
 
 def _tangents(port: Port, inputs: Collection[Port]) -> Iterator[Port]:
-    """Yields the inputs for a port's tangent; for an adapter matrix, the factors of its directions."""
+    """Yield the inputs for a port's tangent; for an adapter matrix, the factors of its directions."""
     if not port.is_adapter:
         yield port.tangent
         return
@@ -380,5 +380,5 @@ def _tangents(port: Port, inputs: Collection[Port]) -> Iterator[Port]:
 
 
 def _length(name: str, sizes: Mapping[str, int]) -> int:
-    """Returns the length of an axis: a literal number, or the size of that name."""
+    """Return the length of an axis: a literal number, or the size of that name."""
     return int(name) if name.isdigit() else sizes[name]

@@ -32,12 +32,12 @@ KEY = Path("prge", "key")
 
 
 def new_key() -> bytes:
-    """Returns a new random key, as its file holds it without the line break."""
+    """Return a new random key, as its file holds it without the line break."""
     return secrets.token_hex(32).encode()
 
 
 def parse_key(content: bytes) -> bytes | None:
-    """Returns the key in the content of a file; None if it is invalid."""
+    """Return the key in the content of a file; None if it is invalid."""
     return content.strip() if _KEY.fullmatch(content) else None
 
 
@@ -45,7 +45,7 @@ _process_key = new_key()
 
 
 def key_path() -> Path:
-    """Returns the path of the user's key; raises RuntimeError if there is no home directory."""
+    """Return the path of the user's key; raises RuntimeError if there is no home directory."""
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / KEY
 
 
@@ -55,7 +55,7 @@ def write_settings(path: Path, text: str) -> None:
 
 
 def sign(text: str, name: str, key: bytes | None = None) -> bytes:
-    """Returns settings in YAML with a signature in a comment as the last line.
+    """Return settings in YAML with a signature in a comment as the last line.
 
     Args:
         text: the settings.
@@ -66,16 +66,16 @@ def sign(text: str, name: str, key: bytes | None = None) -> bytes:
     return content + _BEGIN + _signature(content, name, key or _own_key(make=True)) + b"\n"
 
 
-def is_own_file(path: Path) -> bool:
-    """Whether a settings file has a valid signature of the user."""
+def is_signed_file(path: Path) -> bool:
+    """Return whether a settings file has a valid signature of the user."""
     try:
-        return is_own(read_regular(path), path.name)
+        return has_own_signature(read_regular(path), path.name)
     except OSError:
         return False
 
 
-def is_own(content: bytes, name: str) -> bool:
-    """Whether the content of a settings file has a valid signature of the user.
+def has_own_signature(content: bytes, name: str) -> bool:
+    """Return whether the content of a settings file has a valid signature of the user.
 
     Args:
         content: content of the file.
@@ -88,7 +88,7 @@ def is_own(content: bytes, name: str) -> bool:
 
 
 def is_outside(folder: Path, value: str, is_written: bool = False) -> bool:
-    """Whether a value of the settings in a folder is a path outside of that folder.
+    """Return whether a value of the settings in a folder is a path outside of that folder.
 
     A value without a slash that isn't the name of an existing file is taken for a name of something else,
     such as a task.
@@ -121,8 +121,8 @@ def check_links(folder: Path) -> None:
             path = os.path.join(parent, name)
             if os.path.islink(path) and is_outside(within, path, is_written=True):
                 raise RunError(
-                    f"{path} is a link to {os.readlink(path)}, outside of {folder}",
-                    remedy="put what it leads to in its place, or remove it",
+                    f"{path} is a link to {os.readlink(path)}, outside of {folder}.",
+                    remedy="Put what it leads to in its place, or remove it.",
                     code="link-outside",
                 )
 
@@ -132,7 +132,7 @@ def _signature(content: bytes, name: str, key: bytes) -> bytes:
 
 
 def _own_key(make: bool) -> bytes:
-    """Returns the user's key, creating it if `make` is set; the process's key if there is none."""
+    """Return the user's key, creating it if `make` is set; the process's key if there is none."""
     with suppress(OSError, RuntimeError, RunError):
         path = key_path()
         with suppress(FileNotFoundError):

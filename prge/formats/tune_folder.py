@@ -6,10 +6,10 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from prge.errors import RunError, shown
-from prge.formats.documents import MOST_YAML_BYTES, DocumentError, mapping, parse_yaml, read_document
+from prge.errors import RunError, format_value
+from prge.formats.documents import MAX_YAML_BYTES, DocumentError, mapping, parse_yaml, read_document
 from prge.formats.run_folder import CONFIG, DECISIONS, FINAL, JOURNAL, METRICS, SUMMARY
-from prge.formats.stored_settings import is_outside, is_own
+from prge.formats.stored_settings import has_own_signature, is_outside
 
 
 @dataclass(frozen=True)
@@ -56,14 +56,14 @@ class Tuning:
     def _subfolder(self, name: str, what: str) -> Path:
         if not (self.folder / name).is_dir():
             raise RunError(
-                f"{self.folder} is a tuning that has no {what} yet",
-                remedy=f"finish it with `prge tune --resume {self.folder}`",
+                f"{self.folder} is a tuning that has no {what} yet.",
+                remedy=f"Finish it with `prge tune --resume {self.folder}`.",
                 code="tuning-unfinished",
             )
         if is_outside(self.folder, str(self.folder / name), is_written=True):
             raise RunError(
-                f"{self.folder / name} is a link to a place outside of {self.folder}",
-                remedy="put what it leads to in its place",
+                f"{self.folder / name} is a link to a place outside of {self.folder}.",
+                remedy="Put what it leads to in its place.",
                 code="link-outside",
             )
         return self.folder / name
@@ -77,35 +77,35 @@ def read_bundle_path(config: Path) -> Path | None:
         RunError: the settings aren't the user's own, and the bundle is outside of their folder; see
             `prge.formats.stored_settings`.
     """
-    content = read_document(config, MOST_YAML_BYTES)
+    content = read_document(config, MAX_YAML_BYTES)
     bundle = mapping(parse_yaml(content)).get("bundle")
     if not bundle:
         return None
     exists = os.path.lexists(str(bundle))
-    if exists and is_outside(config.parent, str(bundle)) and not is_own(content, config.name):
+    if exists and is_outside(config.parent, str(bundle)) and not has_own_signature(content, config.name):
         raise RunError(
-            f"{config} names the bundle {shown(bundle)}, outside of its folder, "
-            "and isn't as your prge wrote it",
-            remedy=f"if that is the bundle that you want, give --bundle {bundle}; and {config.parent} with "
-            "--adapter to verbs that generate or score",
+            f"{config} names the bundle {format_value(bundle)}, outside of its folder, "
+            "and isn't as your prge wrote it.",
+            remedy=f"If that is the bundle that you want, give --bundle {bundle}; and {config.parent} with "
+            "--adapter to verbs that generate or score.",
             code="path-outside",
         )
     return Path(str(bundle))
 
 
 def find_tuning(folder: Path) -> Tuning | None:
-    """Returns the tuning of a folder; None if it isn't the folder of a tuning."""
+    """Return the tuning of a folder; None if it isn't the folder of a tuning."""
     is_run = any((folder / name).exists() for name in (JOURNAL, METRICS, SUMMARY))
     return Tuning(folder) if (folder / DECISIONS).is_file() and not is_run else None
 
 
 def resolve_bundle(folder: Path) -> Path:
-    """Returns the folder of a bundle or of a tuning's bundle; raises RunError if there is none."""
+    """Return the folder of a bundle or of a tuning's bundle; raises RunError if there is none."""
     tuning = find_tuning(folder)
     return folder if tuning is None else tuning.bundle
 
 
 def resolve_run(folder: Path) -> Path:
-    """Returns the run folder for a path to a run or to a tuning; raises RunError if that has no run."""
+    """Return the run folder for a path to a run or to a tuning; raises RunError if that has no run."""
     tuning = find_tuning(folder)
     return folder if tuning is None else tuning.run

@@ -18,7 +18,7 @@ _PAUSE_FACTOR = 3
 _MAX_PAUSE = 64
 
 
-class Lookup:
+class PromptLookup:
     """Drafts tokens of one completion by n-gram lookup; pauses after wrong drafts, longer each time.
 
     Args:
@@ -43,15 +43,15 @@ class Lookup:
                 self._next_position[tuple(self._tokens[length - size :])] = length
         self._tokens.append(token)
 
-    def draft(self, most: int) -> list[int]:
-        """Returns a draft of the next tokens, at most `most`; often an empty list."""
+    def draft(self, max_tokens: int) -> list[int]:
+        """Return a draft of the next tokens, at most `max_tokens`; often an empty list."""
         if self._pause_left:
             self._pause_left -= 1
             return []
         for size in _NGRAM_SIZES if self._last_was_right else _NGRAM_SIZES[:-1]:
             start = self._next_position.get(tuple(self._tokens[-size:]))
             if start is not None:
-                extended, count = list(self._tokens), min(self._size, most)
+                extended, count = list(self._tokens), min(self._size, max_tokens)
                 for position in range(start, start + count):
                     extended.append(extended[position])
                 return extended[len(self._tokens) :]

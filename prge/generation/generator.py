@@ -35,7 +35,7 @@ class GenerationEngine(Protocol):
         ...
 
     def length(self, sequence: int) -> int:
-        """Returns the number of tokens of a sequence."""
+        """Return the number of tokens of a sequence."""
         ...
 
     def feed(self, sequence: int, tokens: Sequence[int]) -> FloatArray:
@@ -47,7 +47,7 @@ class GenerationEngine(Protocol):
         ...
 
     @property
-    def most_checked(self) -> int:
+    def max_checked(self) -> int:
         """Most tokens of a `check`; 0 if sequences can't be rewound to a token that a check found wrong."""
         ...
 

@@ -21,9 +21,9 @@ from prge.cli.bounds import bound_problems
 from prge.data.tokenization.inputs import check_token_ids, is_valid_unicode
 from prge.data.tokenization.tokenizer import Tokenizer
 from prge.engine import FloatArray
-from prge.errors import ConfigError, DataError, PrgeError, shown
+from prge.errors import ConfigError, DataError, PrgeError, format_value
 from prge.formats.adapter import Adapter
-from prge.generation.drafts import Lookup
+from prge.generation.drafts import PromptLookup
 from prge.generation.generator import GenerationEngine
 from prge.generation.prompts import Prompt
 from prge.generation.sampling import SamplingSettings, TokenSampler
@@ -36,7 +36,7 @@ Draft = Literal["off", "lookup"]
 # Who repeats this many tokens of a completion, or this many characters of its end, must have seen it.
 _REPEATED_TOKENS, _REPEATED_CHARACTERS = 8, 16
 # Most prompt tokens of a round, so that other completions continue during a long prefill.
-FED_AT_ONCE = 256
+MAX_PREFILL_TOKENS = 256
 
 
 @dataclass(frozen=True)
@@ -65,15 +65,15 @@ class GenerationSettings:
     def __post_init__(self) -> None:
         problems = []
         if type(self.max_tokens) is not int:
-            problems.append(f"--max-tokens is {shown(self.max_tokens)}, must be a whole number")
+            problems.append(f"--max-tokens is {format_value(self.max_tokens)}, must be a whole number")
         if not all(isinstance(word, str) and word and is_valid_unicode(word) for word in self.stop):
-            problems.append(f"--stop is {shown(self.stop)}, must be words in UTF-8 that aren't empty")
+            problems.append(f"--stop is {format_value(self.stop)}, must be words in UTF-8 that aren't empty")
         problems = problems or bound_problems(self)
         if problems:
-            raise ConfigError("invalid generation parameters:", problems, code="settings-unusable")
+            raise ConfigError("Invalid generation parameters:", problems, code="settings-unusable")
 
     def facts(self) -> dict[str, Any]:
-        """Returns the parameters by name, as a row of feedback stores them."""
+        """Return the parameters by name, as a row of feedback stores them."""
         return {"max_tokens": self.max_tokens, "stop": list(self.stop), **asdict(self.sampling)}
 
 
@@ -178,7 +178,7 @@ class Ticket:
         return self.answer
 
     def send_text(self, text: str) -> None:
-        """Pass a piece of the text to the request's callback."""
+        """Pass a part of the text to the request's callback."""
         if self._on_text is not None and text:
             self._on_text(text)
 
@@ -210,7 +210,7 @@ class _OpenSequence:
     text: str = ""
 
     def shared_length(self, tokens: Sequence[int], sharing: Sharing) -> int:
-        """Returns the length of the common prefix with another prompt, or 0 if the two may not share it."""
+        """Return the length of the common prefix with another prompt, or 0 if the two may not share it."""
         if self.group != sharing.group:
             return 0
         common = _common_prefix(self.tokens, tokens)
@@ -249,7 +249,7 @@ class _ActiveRequest:
     steps: int = 0
     decode_seconds: float = 0.0
     drafted: int = 0
-    lookup: Lookup | None = None
+    lookup: PromptLookup | None = None
 
 
 class Generator:
@@ -280,7 +280,7 @@ class Generator:
 
         Args:
             request: the request.
-            on_text: called with every piece of generated text.
+            on_text: called with every part of the generated text.
             on_end: called when the request has ended.
 
         Raises:
@@ -336,12 +336,12 @@ class Generator:
         self._idle = []
 
     def _prompt_tokens(self, request: Request) -> tuple[int, ...]:
-        """Returns the prompt's tokens, truncated if the settings say so; raises DataError, see `submit`."""
+        """Return the prompt's tokens, truncated if the settings say so; raises DataError, see `submit`."""
         context, what = self.engine.context, "the prompt can't be used"
         tokens = check_token_ids(request.prompt.tokens, self.engine.vocabulary_size)
         if not tokens:
             raise DataError(
-                what, ["it is empty: nothing predicts the answer"], remedy="give a text", code="prompt-empty"
+                what, ["it is empty: nothing predicts the answer"], remedy="Give a text.", code="prompt-empty"
             )
         if request.settings.overflow == "truncate":
             room = context - min(request.settings.max_tokens, context // 2)
@@ -353,7 +353,7 @@ class Generator:
             raise DataError(
                 what,
                 [f"it has {len(tokens)} tokens, the context is {context} for prompt and answer together"],
-                remedy="shorten it, open the model with a longer context, or set overflow to truncate",
+                remedy="Shorten it, open the model with a longer context, or set overflow to truncate.",
                 code="prompt-too-long",
             )
         return tokens
@@ -388,12 +388,12 @@ class Generator:
                         ticket.tokens if prompt.continues else None,
                     ),
                     self.tokenizer.stop_ids | prompt.ends | ends,
-                    lookup=Lookup(ticket.tokens) if request.settings.draft == "lookup" else None,
+                    lookup=PromptLookup(ticket.tokens) if request.settings.draft == "lookup" else None,
                 )
             )
 
     def _open_sequence(self, ticket: Ticket) -> _OpenSequence:
-        """Returns a sequence for a request: the idle one with the longest shared prefix, or a new one."""
+        """Return a sequence for a request: the idle one with the longest shared prefix, or a new one."""
         adapter, tokens, sharing = ticket.request.adapter, ticket.tokens, ticket.request.sharing
         # The last token is always computed: the completion's first token is sampled from its logits.
         shared = [
@@ -414,8 +414,8 @@ class Generator:
         return _OpenSequence(self.engine.open(adapter), adapter, sharing.group)
 
     def _prefill(self) -> None:
-        """Compute up to FED_AT_ONCE prompt tokens, oldest requests first; sample the first tokens."""
-        left = FED_AT_ONCE
+        """Compute up to MAX_PREFILL_TOKENS prompt tokens, oldest requests first; sample the first tokens."""
+        left = MAX_PREFILL_TOKENS
         for active in [active for active in self._active if active.prompt_rest]:
             chunk, active.prompt_rest = active.prompt_rest[:left], active.prompt_rest[left:]
             start = time.perf_counter()
@@ -450,13 +450,13 @@ class Generator:
             self._sample(active, logits[active.sequence.number])
 
     def _draft(self, decoding: Sequence[_ActiveRequest]) -> list[int]:
-        """Returns a draft of the next tokens if there is only one completion; else an empty list."""
+        """Return a draft of the next tokens if there is only one completion; else an empty list."""
         if len(decoding) != 1 or (active := decoding[0]).lookup is None:
             return []
         # Verifying n drafted tokens generates n + 1.
         context_left = self.engine.context - len(active.sequence.tokens) - 1
         tokens_left = active.ticket.request.settings.max_tokens - len(active.tokens)
-        most = min(context_left, tokens_left, self.engine.most_checked) - 1
+        most = min(context_left, tokens_left, self.engine.max_checked) - 1
         return active.lookup.draft(most) if most > 0 else []
 
     def _verify(self, active: _ActiveRequest, draft: list[int]) -> None:
@@ -547,13 +547,13 @@ class Generator:
 
 
 def _repeats(text: str, completion: str) -> bool:
-    """Whether a text is a completion, or a sufficiently long end of it."""
+    """Return whether a text is a completion, or a sufficiently long end of it."""
     text, completion = text.strip(), completion.strip()
     is_end = len(text) >= _REPEATED_CHARACTERS and completion.endswith(text)
     return text != "" and (text == completion or is_end)
 
 
 def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """Returns the length of the common prefix of two sequences."""
+    """Return the length of the common prefix of two sequences."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((index for index, (one, other) in pairs if one != other), min(len(first), len(second)))

@@ -79,14 +79,16 @@ class Prompts:
         """
         return compile_chat_template(self._tokenizer, self._date)
 
-    def encode_text(self, text: str, *, most: int | None = None) -> Prompt:
+    def encode_text(self, text: str, *, max_tokens: int | None = None) -> Prompt:
         """Encode a text without a chat template, after the tokens that begin a text of the model.
 
-        If `most` is given, tokenization stops a little after that many tokens.
+        If `max_tokens` is given, tokenization stops a little after that many tokens.
         """
         control = in_prompts(self._control_tokens)
         self._count(CONTROL_READ if control else CONTROL_AS_TEXT, self._tokenizer.count_control(text))
-        tokens = self._tokenizer.ids(text, control=control, before=self._tokenizer.begin, max_tokens=most)
+        tokens = self._tokenizer.ids(
+            text, control=control, before=self._tokenizer.begin, max_tokens=max_tokens
+        )
         return Prompt(tuple(tokens.tolist()))
 
     def encode_messages(
@@ -116,9 +118,9 @@ class Prompts:
         """
         if self.chat is None:
             raise DataError(
-                "messages can't be formatted",
+                "Messages can't be formatted:",
                 ["the model has no chat template"],
-                remedy="export with --chat-template plain, use a chat model, or give a text as the prompt",
+                remedy="Export with --chat-template plain, use a chat model, or give a text as the prompt.",
                 code="chat-template-missing",
             )
         _ = self._after_turn  # cached here, because it renders the template, too
@@ -132,10 +134,10 @@ class Prompts:
         )
         return texts.restore(text)
 
-    def encode_rendered(self, rendered: RenderedText, *, most: int | None = None) -> Prompt:
-        """Encode a conversation that `render` formatted; `most` as for `encode_text`."""
+    def encode_rendered(self, rendered: RenderedText, *, max_tokens: int | None = None) -> Prompt:
+        """Encode a conversation that `render` formatted; `max_tokens` as for `encode_text`."""
         # The template writes special tokens itself: none are added.
-        tokens = self._tokenizer.ids(rendered.text, control=rendered.control, max_tokens=most)
+        tokens = self._tokenizer.ids(rendered.text, control=rendered.control, max_tokens=max_tokens)
         ends, stop = self.end_of_turn
         return Prompt(tuple(tokens.tolist()), continues=False, ends=ends, stop=stop)
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from prge.cli.bounds import bound_problems, flag
 from prge.engine import Float64Array, FloatArray, IntArray
-from prge.errors import ConfigError, EngineError, shown
+from prge.errors import ConfigError, EngineError, format_value
 from prge.training.estimators.directions import philox
 
 _INTEGERS = ("top_k", "seed")
@@ -60,10 +60,10 @@ class SamplingSettings:
             missing = value is None and item.name == "seed"
             if not missing and (isinstance(value, bool) or not isinstance(value, types)):
                 number = "a whole number" if item.name in _INTEGERS else "a number"
-                problems.append(f"{flag(item.name)} is {shown(value)}, must be {number}")
+                problems.append(f"{flag(item.name)} is {format_value(value)}, must be {number}")
         problems = problems or bound_problems(self)
         if problems:
-            raise ConfigError("invalid sampling parameters:", problems, code="settings-unusable")
+            raise ConfigError("Invalid sampling parameters:", problems, code="settings-unusable")
 
 
 class TokenSampler:
@@ -75,7 +75,7 @@ class TokenSampler:
         self._samples = 0
 
     def sample(self, logits: FloatArray, history: Sequence[int]) -> int:
-        """Returns the id of the next token.
+        """Return the id of the next token.
 
         Args:
             logits: f32 [vocabulary]; not changed.
@@ -90,8 +90,8 @@ class TokenSampler:
         best = int(np.argmax(logits))
         if not np.isfinite(logits[best]):
             raise EngineError(
-                f"the model's largest logit is {logits[best]}",
-                remedy="the adapter or the bundle is damaged: try another one",
+                f"The model's largest logit is {logits[best]}.",
+                remedy="The adapter or the bundle is damaged: try another one.",
                 code="logits-not-finite",
             )
         if settings.temperature == 0 or settings.top_k == 1:
@@ -105,7 +105,7 @@ class TokenSampler:
         return int(tokens[np.searchsorted(sums, target, side="right")])
 
     def _candidates(self, logits: FloatArray, largest: float) -> tuple[IntArray, Float64Array]:
-        """Returns the tokens that pass the filters, and their weights relative to the most likely token."""
+        """Return the tokens that pass the filters, and their weights relative to the most likely token."""
         settings = self._settings
         tokens = np.arange(len(logits))
         if 0 < settings.top_k < len(logits):
@@ -130,7 +130,7 @@ class TokenSampler:
 
 
 def _penalized(logits: FloatArray, history: Sequence[int], penalty: float) -> FloatArray:
-    """Returns a copy of the logits with the repetition penalty applied to the tokens of the history."""
+    """Return a copy of the logits with the repetition penalty applied to the tokens of the history."""
     logits = logits.copy()
     tokens: NDArray[np.int64] = np.fromiter(set(history), np.int64)
     values = logits[tokens]
@@ -139,7 +139,7 @@ def _penalized(logits: FloatArray, history: Sequence[int], penalty: float) -> Fl
 
 
 def _most_likely(logits: FloatArray, count: int) -> IntArray:
-    """Returns the ids of the `count` largest logits in ascending order; of equal logits, the lowest ids."""
+    """Return the ids of the `count` largest logits in ascending order; of equal logits, the lowest ids."""
     smallest = np.partition(logits, -count)[-count]
     above, equal = np.flatnonzero(logits > smallest), np.flatnonzero(logits == smallest)
     return np.sort(np.concatenate([above, equal[: count - len(above)]]))

@@ -17,14 +17,14 @@ from prge.data.tokenization.tokenizer import Tokenizer
 # The character that decoders write for bytes that aren't a whole character.
 REPLACEMENT = "\ufffd"
 # Most tokens that are held back while they don't form a whole character, which has at most four bytes.
-MOST_HELD = 16
-_MOST_CONTEXT = 8
+MAX_HELD = 16
+_MAX_CONTEXT = 8
 
 
 class TextStream:
-    """Decodes the tokens of one completion into pieces of text, up to a stop word.
+    """Decodes the tokens of one completion as they are generated, up to a stop word.
 
-    The concatenated pieces equal the decoded tokens. Special tokens aren't shown.
+    The concatenated texts equal the decoded tokens. Special tokens aren't shown.
 
     Attributes:
         stopped: whether a stop word was found.
@@ -48,14 +48,14 @@ class TextStream:
         self._shown = self._decoded(self._context)
         self._held: list[int] = []
         self._pending = ""
-        self._pieces: list[str] = []
+        self._parts: list[str] = []
         self._begun = before is not None
         self.stopped = False
 
     @property
     def text(self) -> str:
         """The text so far, without what is held back."""
-        return "".join(self._pieces)
+        return "".join(self._parts)
 
     def push(self, token: int) -> str:
         """Add a token; return the new text that can be shown, which may be empty."""
@@ -64,7 +64,7 @@ class TextStream:
         self._held.append(token)
         text = self._new_text()
         whole = not text.endswith(REPLACEMENT)
-        if not whole and len(self._held) < MOST_HELD:
+        if not whole and len(self._held) < MAX_HELD:
             return ""
         if whole:
             self._context = self._held
@@ -85,11 +85,11 @@ class TextStream:
         return self._decoded([*self._context, *self._held])[len(self._shown) :]
 
     def _released(self, text: str) -> str:
-        """Returns the part of pending and new text that can't belong to a stop word; sets `stopped`."""
+        """Return the part of pending and new text that can't belong to a stop word; sets `stopped`."""
         text = self._pending + text
         matches = [(start + len(word), start) for word in self._stop if (start := text.find(word)) >= 0]
         if matches:
-            # The stop word that is complete first, so that the division into pieces doesn't matter.
+            # The stop word that is complete first, however the text is divided into tokens.
             self.stopped, end = True, min(matches)[1]
         else:
             end = len(text) - max((_overlap(text, word) for word in self._stop), default=0)
@@ -101,14 +101,14 @@ class TextStream:
         if not self._begun:
             text = text.lstrip()
             self._begun = bool(text)
-        self._pieces.append(text)
+        self._parts.append(text)
         return text
 
     def _last_whole(self, tokens: Sequence[int]) -> list[int]:
-        """Returns the fewest last tokens that decode to whole characters; empty if there are too many."""
+        """Return the fewest last tokens that decode to whole characters; empty if there are too many."""
         special = self._tokenizer.special_ids
-        last = [token for token in tokens[-4 * _MOST_CONTEXT :] if token not in special]
-        for count in range(1, min(len(last), _MOST_CONTEXT) + 1):
+        last = [token for token in tokens[-4 * _MAX_CONTEXT :] if token not in special]
+        for count in range(1, min(len(last), _MAX_CONTEXT) + 1):
             if REPLACEMENT not in self._decoded(last[-count:]):
                 return last[-count:]
         return []
@@ -118,6 +118,6 @@ class TextStream:
 
 
 def _overlap(text: str, word: str) -> int:
-    """Returns the length of the longest beginning of a word that the text ends with."""
+    """Return the length of the longest beginning of a word that the text ends with."""
     longest = min(len(word) - 1, len(text))
     return next((size for size in range(longest, 0, -1) if text.endswith(word[:size])), 0)

@@ -70,7 +70,7 @@ class Routing:
         )
 
     def assignments(self, states: FloatArray) -> Iterator[tuple[int, IntArray, IntArray]]:
-        """Yields each expert that the router chose, in ascending order.
+        """Yield each expert that the router chose, in ascending order.
 
         Args:
             states: hidden states before the experts, [tokens, entering].
@@ -91,12 +91,12 @@ class Routing:
             yield expert, tokens, self.inputs + choices
 
     def _gather(self, states: FloatArray, tokens: IntArray, columns: IntArray) -> FloatArray:
-        """Returns the inputs of an expert's program, [..., tokens, program_inputs]."""
+        """Return the inputs of an expert's program, [..., tokens, program_inputs]."""
         expert_inputs, weights = states[..., tokens, : self.inputs], states[..., tokens, columns]
         return np.concatenate([expert_inputs, weights[..., None]], -1)
 
     def _initial_outputs(self, states: FloatArray) -> FloatArray:
-        """Returns the states after the experts, [..., tokens, leaving], before outputs are added."""
+        """Return the states after the experts, [..., tokens, leaving], before outputs are added."""
         result = np.zeros((*states.shape[:-1], self.leaving), np.float32)
         result[..., self.outputs :] = states[..., self.read_width :]
         return result

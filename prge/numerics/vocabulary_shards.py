@@ -26,7 +26,7 @@ _MAX_SHIFTS = 64
 
 
 def count_shards(vocabulary_size: int, width: int) -> int:
-    """Returns the number of equal shards of an output head.
+    """Return the number of equal shards of an output head.
 
     It is the smallest number for which a shard has at most 20 million elements; if no even division into at
     most 64 shards has that few, the largest number that divides the vocabulary.
@@ -45,7 +45,7 @@ class TargetLogProbs:
 
         accumulator = TargetLogProbs(targets, words=32_768)
         for shard in range(8):
-            accumulator.add(shard, which, *accumulator.compute_shifted(which, lambda shift: ...))
+            accumulator.add(shard, selection, *accumulator.compute_shifted(selection, lambda shift: ...))
         accumulator.logprobs
 
     Attributes:
@@ -75,29 +75,29 @@ class TargetLogProbs:
         """Tangents of the log-probabilities, f32 [queries, targets]."""
         return np.asarray(self._logit_tangents - self._log_total_tangents, np.float32)
 
-    def local_targets(self, shard: int, which: slice) -> tuple[IntArray, FloatArray]:
-        """Returns the targets as indices into a shard, and a mask that is 1 for targets in the shard.
+    def local_targets(self, shard: int, selection: slice) -> tuple[IntArray, FloatArray]:
+        """Return the targets as indices into a shard, and a mask that is 1 for targets in the shard.
 
         For targets of other shards, the index is 0 and the mask is 0.
         """
-        indices = self._targets[which] - shard * self._words
+        indices = self._targets[selection] - shard * self._words
         is_in_shard = (indices >= 0) & (indices < self._words)
         return np.where(is_in_shard, indices, 0), is_in_shard.astype(np.float32)
 
     def compute_shifted(
-        self, which: slice, compute: Callable[[FloatArray], tuple[FloatArray, FloatArray | None]]
+        self, selection: slice, compute: Callable[[FloatArray], tuple[FloatArray, FloatArray | None]]
     ) -> tuple[FloatArray, FloatArray, FloatArray | None]:
         """Compute a shard with a shift for which its sums of exponentials neither overflow nor vanish.
 
         Args:
-            which: slice of the targets.
+            selection: slice of the targets.
             compute: computes the shard for a shift, f32 [targets]; returns `parts` and `tangents` as `add`
                 takes them. It is called again with another shift while a sum is out of range.
 
         Returns:
             The shift, `parts` and `tangents`.
         """
-        log_total = self.log_total[which]
+        log_total = self.log_total[selection]
         is_first = np.isneginf(log_total)
         shift = np.where(is_first, 0, log_total).astype(np.float32)
         for _ in range(_MAX_SHIFTS):
@@ -112,7 +112,7 @@ class TargetLogProbs:
     def add(
         self,
         shard: int,
-        which: slice,
+        selection: slice,
         shift: FloatArray,
         parts: FloatArray,
         tangents: FloatArray | None = None,
@@ -121,19 +121,19 @@ class TargetLogProbs:
 
         Args:
             shard: number of the shard.
-            which: slice of the targets that the shard was computed for.
+            selection: slice of the targets that the shard was computed for.
             shift: the value that was subtracted from the logits, f32 [targets].
             parts: the shifted logit of each target and the sum of the exponentials of the shard's shifted
                 logits, f32 [targets, 2].
             tangents: tangents of `parts`, f32 [queries, targets, 2].
         """
-        mask = self.local_targets(shard, which)[1]
+        mask = self.local_targets(shard, selection)[1]
         with np.errstate(divide="ignore"):
             log_sum = shift + np.log(parts[:, 1].astype(np.float64))
-        before = self.log_total[which].copy()
-        self.log_total[which] = after = np.logaddexp(before, log_sum)
-        self._logits[which] += mask * (parts[:, 0].astype(np.float64) + shift)
+        before = self.log_total[selection].copy()
+        self.log_total[selection] = after = np.logaddexp(before, log_sum)
+        self._logits[selection] += mask * (parts[:, 0].astype(np.float64) + shift)
         if tangents is not None:
-            self._logit_tangents[:, which] += mask * tangents[..., 0]
-            self._log_total_tangents[:, which] *= np.exp(before - after)
-            self._log_total_tangents[:, which] += tangents[..., 1] * np.exp(shift - after)
+            self._logit_tangents[:, selection] += mask * tangents[..., 0]
+            self._log_total_tangents[:, selection] *= np.exp(before - after)
+            self._log_total_tangents[:, selection] += tangents[..., 1] * np.exp(shift - after)

@@ -17,7 +17,7 @@ class Classifier(Protocol):
     """Computes class scores from an encoder's pooled states."""
 
     def scores(self, pooled: FloatArray, rows: Sequence[int]) -> Float64Array:
-        """Returns class scores, f64 [..., examples, classes].
+        """Return class scores, f64 [..., examples, classes].
 
         Args:
             pooled: pooled states, [..., examples, width].
@@ -26,7 +26,7 @@ class Classifier(Protocol):
         ...
 
     def jvp(self, tangents: FloatArray, rows: Sequence[int]) -> Float64Array:
-        """Returns the tangents of the scores, f64 [..., examples, classes].
+        """Return the tangents of the scores, f64 [..., examples, classes].
 
         Args:
             tangents: tangents of the pooled states, [..., examples, width].
@@ -35,7 +35,7 @@ class Classifier(Protocol):
         ...
 
     def layers(self, rows: Sequence[int]) -> tuple[FloatArray, FloatArray]:
-        """Returns each example's weight f32 [examples, classes, width] and bias f32 [examples, classes]."""
+        """Return each example's weight f32 [examples, classes, width] and bias f32 [examples, classes]."""
         ...
 
 
@@ -59,11 +59,11 @@ class Head:
         return self.values.size
 
     def scores(self, pooled: FloatArray, rows: Sequence[int] = ()) -> Float64Array:
-        """Returns class scores, f64 [..., classes], of pooled states [..., width]; the rows don't matter."""
+        """Return class scores, f64 [..., classes], of pooled states [..., width]; the rows don't matter."""
         return self.jvp(pooled) + self.bias
 
     def jvp(self, tangents: FloatArray, rows: Sequence[int] = ()) -> Float64Array:
-        """Returns the tangents of the scores, f64 [..., classes], of tangents of the states [..., width]."""
+        """Return the tangents of the scores, f64 [..., classes], of tangents of the states [..., width]."""
         # The order in which a matrix product adds may depend on the number of rows; that of einsum doesn't.
         scores: Float64Array = np.einsum(
             "...w,cw->...c", np.asarray(tangents, np.float64), self.weight.astype(np.float64)
@@ -77,7 +77,7 @@ class Head:
         return np.broadcast_to(weight, (count, *weight.shape)), np.broadcast_to(bias, (count, *bias.shape))
 
     def gradient(self, pooled: FloatArray, score_gradient: Float64Array) -> Float64Array:
-        """Returns the exact gradient of the summed loss with respect to `values`, f64 [size].
+        """Return the exact gradient of the summed loss with respect to `values`, f64 [size].
 
         Args:
             pooled: pooled states, [copies, examples, width].
@@ -196,7 +196,7 @@ def fit_head(pooled: FloatArray, labels: IntArray, classes: int) -> Head:
 
 
 def _svd(centred: Float64Array) -> tuple[Float64Array, Float64Array, Float64Array]:
-    """Returns the left singular vectors, singular values and right singular vectors of centred states.
+    """Return the left singular vectors, singular values and right singular vectors of centred states.
 
     With more rows than features, the Gram matrix is decomposed, which is faster. It loses singular values
     below the rounding of float32 states, which don't matter: even the weakest ridge damps them to 0.
@@ -214,7 +214,7 @@ def _svd(centred: Float64Array) -> tuple[Float64Array, Float64Array, Float64Arra
 def _discriminant(
     values: Float64Array, labels: IntArray, prior: Float64Array
 ) -> tuple[Float64Array, Float64Array]:
-    """Returns weight and bias of linear discriminant analysis: log-posteriors of the classes."""
+    """Return weight and bias of linear discriminant analysis: log-posteriors of the classes."""
     means = np.stack([values[labels == c].mean(0) for c in range(len(prior))])
     centred = values - means[labels]
     # Predicted indicators add up to 1, so their covariance is singular.
@@ -223,7 +223,7 @@ def _discriminant(
 
 
 def _max_scale(scores: Float64Array, labels: IntArray, min_loss: float) -> float:
-    """Returns the largest scale, at most 1, with a cross-entropy of the scores of at least `min_loss`."""
+    """Return the largest scale, at most 1, with a cross-entropy of the scores of at least `min_loss`."""
     low, high = 0.0, 1.0
     if _cross_entropy(scores, labels) >= min_loss:
         return high

@@ -63,7 +63,7 @@ class Example:
 
 
 def tokens_sha256(examples: Sequence[Example]) -> str:
-    """Returns a hash of the examples' tokens, targets and weights, in hexadecimal."""
+    """Return a hash of the examples' tokens, targets and weights, in hexadecimal."""
     digest = hashlib.sha256()
     for example in examples:
         digest.update(repr((example.candidates, example.label, example.weight, example.liked)).encode())
@@ -76,27 +76,27 @@ def tokens_sha256(examples: Sequence[Example]) -> str:
 
 
 def labels_of(examples: Sequence[Example]) -> IntArray:
-    """Returns the index of each example's right candidate, i64 [examples]; -1 for a completion."""
+    """Return the index of each example's right candidate, i64 [examples]; -1 for a completion."""
     return np.array([-1 if example.label is None else example.label for example in examples], np.int64)
 
 
 def sequences_of(examples: Sequence[Example]) -> tuple[TokenSequence, ...]:
-    """Returns the sequences of all examples, in order."""
+    """Return the sequences of all examples, in order."""
     return tuple(sequence for example in examples for sequence in example.sequences)
 
 
 def weights_of(examples: Sequence[Example]) -> NDArray[np.float64]:
-    """Returns the weight of each example's loss, f64 [examples]."""
+    """Return the weight of each example's loss, f64 [examples]."""
     return np.array([example.weight for example in examples], np.float64)
 
 
 def target_count(examples: Sequence[Example]) -> int:
-    """Returns the number of target tokens."""
+    """Return the number of target tokens."""
     return sum(len(sequence.targets) for sequence in sequences_of(examples))
 
 
 def weighted_by_tokens(examples: Sequence[Example]) -> list[Example]:
-    """Returns completions whose weights turn their mean loss into the mean loss over all target tokens.
+    """Return completions whose weights turn their mean loss into the mean loss over all target tokens.
 
     The loss of a completion is a mean over its own tokens. Its weight is multiplied by its share of all
     target tokens, times the number of examples.
@@ -106,12 +106,12 @@ def weighted_by_tokens(examples: Sequence[Example]) -> list[Example]:
 
 
 def token_count(examples: Sequence[Example]) -> int:
-    """Returns the number of tokens of all sequences; a prompt counts once for each candidate's sequence."""
+    """Return the number of tokens of all sequences; a prompt counts once for each candidate's sequence."""
     return sum(len(sequence.tokens) for sequence in sequences_of(examples))
 
 
 def microbatches(examples: Sequence[Example], tokens: int) -> Iterator[Sequence[Example]]:
-    """Yields slices of the examples, in order, of at most this many tokens; a longer example is alone."""
+    """Yield slices of the examples, in order, of at most this many tokens; a longer example is alone."""
     start, count = 0, 0
     for index, example in enumerate(examples):
         example_tokens = token_count([example])

@@ -40,11 +40,11 @@ class Objective(Protocol):
     is_separable: ClassVar[bool]
 
     def losses(self, scores: Float64Array, examples: Sequence[Example]) -> Float64Array:
-        """Returns the loss of every example, f64 [copies, examples]."""
+        """Return the loss of every example, f64 [copies, examples]."""
         ...
 
     def gradients(self, scores: Float64Array, examples: Sequence[Example]) -> Float64Array:
-        """Returns the gradient of each example's loss with respect to its scores, f64 in their shape."""
+        """Return the gradient of each example's loss with respect to its scores, f64 in their shape."""
         ...
 
 
@@ -113,7 +113,7 @@ class Loss:
         return self.objective.gradients(self.scores, self.examples) * weights_of(self.examples)[:, None]
 
     def jvp(self, tangents: Array) -> Float64Array:
-        """Returns the derivative of every loss along each direction, f64 [queries, examples]; for one copy.
+        """Return the derivative of every loss along each direction, f64 [queries, examples]; for one copy.
 
         Args:
             tangents: tangents of the outputs, [queries, targets] or [queries, sequences, width].
@@ -137,7 +137,7 @@ class Loss:
         return grad_logprobs
 
     def head_gradient(self, head: Head) -> Float64Array:
-        """Returns the gradient of the summed losses with respect to a head's values, f64 [size]."""
+        """Return the gradient of the summed losses with respect to a head's values, f64 [size]."""
         return head.gradient(self.outputs, self.grad_scores)
 
     @cached_property
@@ -167,7 +167,7 @@ class Loss:
         )
 
     def _weighted_sums(self, outputs: Array) -> Float64Array:
-        """Returns the weighted sum of each candidate's targets, f64 [copies, examples, candidates]."""
+        """Return the weighted sum of each candidate's targets, f64 [copies, examples, candidates]."""
         width = int(self._candidates.max())
         weighted = self._weights * outputs.astype(np.float64)
         size = len(self.examples) * width
@@ -180,6 +180,6 @@ def _targets(examples: Sequence[Example]) -> Iterator[Target]:
 
 
 def _log_sum_exp(scores: Float64Array) -> Float64Array:
-    """Returns the log-sum-exp over candidates, in order: -inf after the last ones changes no bit."""
+    """Return the log-sum-exp over candidates, in order: -inf after the last ones changes no bit."""
     total: Float64Array = np.logaddexp.reduce(scores, axis=-1)
     return total

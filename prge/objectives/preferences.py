@@ -55,7 +55,7 @@ class Preference(ABC):
     is_separable: ClassVar[bool] = True
 
     def rewards(self, scores: Float64Array, examples: Sequence[Example]) -> Float64Array:
-        """Returns the reward of each answer, f64 in the shape of the scores.
+        """Return the reward of each answer, f64 in the shape of the scores.
 
         Raises:
             ValueError: an example has no reference scores.
@@ -65,7 +65,7 @@ class Preference(ABC):
         return rewards
 
     def reward_scales(self, examples: Sequence[Example]) -> Float64Array:
-        """Returns the reward per nat of each score, f64 [examples, 2]; here beta * number of tokens."""
+        """Return the reward per nat of each score, f64 [examples, 2]; here beta * number of tokens."""
         return self.beta * lengths_of(examples)
 
     @abstractmethod
@@ -92,7 +92,7 @@ class MarginPreference(Preference):
 
     @abstractmethod
     def margin_losses(self, margins: Float64Array) -> tuple[Float64Array, Float64Array]:
-        """Returns the losses for margins of rewards, and their derivatives with respect to the margins."""
+        """Return the losses for margins of rewards, and their derivatives with respect to the margins."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ class ORPO(Preference):
         return grad_scores
 
     def _log_odds_ratio(self, scores: Float64Array) -> Float64Array:
-        """Returns the log odds ratio of the chosen and the rejected answer, f64 [copies, examples]."""
+        """Return the log odds ratio of the chosen and the rejected answer, f64 [copies, examples]."""
         scores = np.minimum(scores, _MAX_LOGPROB)
         return _margins(scores - np.log(-np.expm1(scores)))
 
@@ -209,7 +209,7 @@ class KTO(Preference):
     def _losses_and_signs(
         self, scores: Float64Array, examples: Sequence[Example]
     ) -> tuple[Float64Array, Float64Array]:
-        """Returns the losses, f64 [copies, examples], and the sign of each rating, 1 or -1."""
+        """Return the losses, f64 [copies, examples], and the sign of each rating, 1 or -1."""
         rewards = self.rewards(scores, examples)
         signs = np.where(liked_of(examples), 1.0, -1.0)
         distance = max(float(rewards[..., 1].mean()), 0.0)
@@ -222,13 +222,11 @@ class ObjectiveFlags:
 
     objective: ObjectiveName = "auto"
     """Loss to minimize. completion, candidates: cross-entropy; dpo, ipo, simpo, orpo: for pairs of answers;
-    kto: for
-    answers that are rated true or false. auto: chosen by the columns of the rows: dpo, kto or
+    kto: for answers that are rated true or false. auto: chosen by the columns of the rows: dpo, kto or
     cross-entropy."""
     beta: float | None = None
     """Strength of the preference loss: larger values keep the model closer to its start. orpo: weight of the
-    odds
-    ratio loss. Default: 0.1; simpo: 2."""
+    odds ratio loss. Default: 0.1; simpo: 2."""
     label_smoothing: float = 0.0
     """dpo: assumed share of pairs whose answers are swapped."""
     gamma: float = 1.0
@@ -259,7 +257,7 @@ _BY_ROWS: Mapping[Preferring, ObjectiveName] = {"": "completion", "pairs": "dpo"
 
 
 def resolve_objective(name: ObjectiveName, rows: Preferring) -> ObjectiveName:
-    """Returns the objective of rows without a task, where `auto` is decided by the rows.
+    """Return the objective of rows without a task, where `auto` is decided by the rows.
 
     Raises:
         ValueError: the objective can't learn from these rows; the message says why.
@@ -291,9 +289,9 @@ def make_objective(name: ObjectiveName, flags: ObjectiveFlags) -> Objective:
         )
     if problems:
         raise ConfigError(
-            "these settings can't be used:",
+            "These settings can't be used:",
             problems,
-            remedy="leave them out",
+            remedy="Leave them out.",
             code="setting-of-other-objective",
         )
     if entry is None:
@@ -303,26 +301,26 @@ def make_objective(name: ObjectiveName, flags: ObjectiveFlags) -> Objective:
 
 
 def describe_objective(objective: Objective) -> dict[str, Any] | None:
-    """Returns name and settings of a preference objective for a journal; None for cross-entropy."""
+    """Return name and settings of a preference objective for a journal; None for cross-entropy."""
     if not isinstance(objective, Preference):
         return None
     return {"name": type(objective).__name__.lower(), **asdict(objective)}
 
 
 def references_of(examples: Sequence[Example]) -> Float64Array:
-    """Returns the reference scores, f64 [examples, 2]; raises ValueError if an example has none."""
+    """Return the reference scores, f64 [examples, 2]; raises ValueError if an example has none."""
     if missing := [example.row for example in examples if len(example.reference) != example.candidates]:
         raise ValueError(f"row {missing[0]} has no reference scores")
     return np.array([example.reference for example in examples], np.float64)
 
 
 def liked_of(examples: Sequence[Example]) -> NDArray[np.bool_]:
-    """Returns whether the answer of each example is liked, bool [examples]."""
+    """Return whether the answer of each example is liked, bool [examples]."""
     return np.array([bool(example.liked) for example in examples])
 
 
 def lengths_of(examples: Sequence[Example]) -> Float64Array:
-    """Returns the number of tokens of both answers, f64 [examples, 2]."""
+    """Return the number of tokens of both answers, f64 [examples, 2]."""
     lengths = [[len(sequence.targets) for sequence in example.sequences] for example in examples]
     return np.array(lengths, np.float64)
 

@@ -16,7 +16,7 @@ from prge.objectives.examples import Example, microbatches, sequences_of, weight
 from prge.objectives.objective import CROSS_ENTROPY, Loss, Objective
 
 # Most tokens of a call that scores examples, so that scoring needs no more memory than a step.
-SCORED_TOKENS = 512
+MAX_SCORING_TOKENS = 512
 
 
 @dataclass(frozen=True)
@@ -82,14 +82,14 @@ def with_reference_scores(
     examples: Sequence[Example],
     on_progress: Callable[[int], object] = lambda sequences: None,
 ) -> list[Example]:
-    """Returns the examples with `reference` set to their scores by `adapter`, which a run starts from."""
+    """Return the examples with `reference` set to their scores by `adapter`, which a run starts from."""
     scores = score(engine, adapter, examples, on_progress=on_progress).scores
     pairs = zip(examples, scores, strict=True)
     return [replace(example, reference=tuple(values.tolist())) for example, values in pairs]
 
 
 def pooled_states(engine: ForwardEngine, adapter: Adapter, examples: Sequence[Example]) -> FloatArray:
-    """Returns an encoder's pooled states of the examples, f32 [examples, width]."""
+    """Return an encoder's pooled states of the examples, f32 [examples, width]."""
     batches = _outputs(engine, adapter, examples, lambda sequences: None)
     indexed = [
         (index, state)
@@ -102,7 +102,7 @@ def pooled_states(engine: ForwardEngine, adapter: Adapter, examples: Sequence[Ex
 def _outputs(
     engine: ForwardEngine, adapter: Adapter, examples: Sequence[Example], on_progress: Callable[[int], object]
 ) -> Iterator[tuple[list[tuple[int, Example]], FloatArray]]:
-    """Yields batches of (index of the example, example with one sequence), and their outputs.
+    """Yield batches of (index of the example, example with one sequence), and their outputs.
 
     The longest sequences come first, so that each batch has sequences of similar length.
     """
@@ -113,7 +113,7 @@ def _outputs(
     ]
     single.sort(key=lambda pair: len(pair[1].sequences[0].tokens), reverse=True)
     done = 0
-    for batch in microbatches([example for _, example in single], SCORED_TOKENS):
+    for batch in microbatches([example for _, example in single], MAX_SCORING_TOKENS):
         outputs = engine.forward(Call(sequences_of(batch), adapter.values[None]))
         yield single[done : done + len(batch)], outputs
         done += len(batch)

@@ -18,7 +18,7 @@ from typing import Literal
 from prge.errors import shortened
 
 Point = tuple[float, float]
-Look = Literal["faint", "line", "marked"]
+LineStyle = Literal["faint", "line", "marked"]
 
 # Distinguishable with any colour vision, on white and on black: M. Okabe, K. Ito, "Color Universal Design",
 # 2008.
@@ -36,17 +36,17 @@ class Line:
     """A curve of a chart.
 
     Attributes:
-        name: Text in the legend; empty for no entry.
-        points: Points (x, y) in the order of x.
-        hue: Index of the colour; indices beyond the last colour repeat colours with another form of dots.
-        look: Stroke style.
+        name: text in the legend; empty for no entry.
+        points: points (x, y) in the order of x.
+        hue: index of the colour; indices beyond the last colour repeat colours with another form of dots.
+        style: stroke style.
         band: (x, lowest, highest), such as the range over seeds.
     """
 
     name: str
     points: Sequence[Point]
     hue: int = 0
-    look: Look = "line"
+    style: LineStyle = "line"
     band: Sequence[tuple[float, float, float]] = ()
 
 
@@ -59,17 +59,17 @@ def line_chart(
     levels: Mapping[str, float] | None = None,
     x_names: Sequence[str] = (),
 ) -> str:
-    """Draw lines over one pair of axes as SVG; returns an empty text if no line has a point.
+    """Draw lines over one pair of axes as SVG; return an empty text if no line has a point.
 
     Values must be below 1e300. Equal lines give equal text.
 
     Args:
-        lines: In the order of the legend.
-        x_label: Label of the x axis.
-        y_label: Label of the y axis.
-        log: Use a logarithmic x axis, which leaves out points that aren't above 0.
-        levels: Values of y to mark with a dashed line, by name.
-        x_names: Tick labels for x = 0, 1, ... instead of numbers.
+        lines: in the order of the legend.
+        x_label: label of the x axis.
+        y_label: label of the y axis.
+        log: use a logarithmic x axis, which leaves out points that aren't above 0.
+        levels: values of y to mark with a dashed line, by name.
+        x_names: tick labels for x = 0, 1, ... instead of numbers.
     """
     lines = [_above_zero(line) for line in lines] if log else lines
     lines, levels = [line for line in lines if line.points], levels or {}
@@ -123,15 +123,15 @@ def arrange_charts(charts: Sequence[str], columns: int | None = None) -> str:
 def standalone_svg(chart: str) -> str:
     """Return a chart for a file of its own: dark text on white, at twice the size."""
     width, height = _size_of(chart)
-    look = f'width="{2 * width}" height="{2 * height}" style="background:#fff;color:#24292f"'
-    return chart.replace("<svg ", f"<svg {look} ", 1)
+    attributes = f'width="{2 * width}" height="{2 * height}" style="background:#fff;color:#24292f"'
+    return chart.replace("<svg ", f"<svg {attributes} ", 1)
 
 
-def thin_points(points: Sequence[Point], most: int) -> list[Point]:
-    """Reduce a line to at most `most` points: the lowest and the highest point of each stretch, in order."""
-    if len(points) <= most:
+def thin_points(points: Sequence[Point], max_points: int) -> list[Point]:
+    """Reduce a line to `max_points` points: the lowest and the highest point of each stretch, in order."""
+    if len(points) <= max_points:
         return list(points)
-    stretches = most // 2
+    stretches = max_points // 2
     chosen: list[Point] = []
     for index in range(stretches):
         stretch = range(index * len(points) // stretches, (index + 1) * len(points) // stretches)
@@ -227,15 +227,15 @@ def _draw_x_axis(axis: _Axis, label: str, names: Sequence[str], floor: float, he
 
 def _draw_line(line: Line, coordinates: Sequence[Point]) -> str:
     """Draw a line through coordinates of the picture, in its own style."""
-    width, opacity = (0.8, 0.35) if line.look == "faint" else (1.8, 1)
-    dashes = ' stroke-dasharray="5 3"' if line.look == "marked" else ""
+    width, opacity = (0.8, 0.35) if line.style == "faint" else (1.8, 1)
+    dashes = ' stroke-dasharray="5 3"' if line.style == "marked" else ""
     polyline = (
         f'<polyline points="{_path(coordinates)}" fill="none" stroke="{_colour(line.hue)}" '
         f'stroke-width="{width}" stroke-opacity="{opacity}" stroke-linejoin="round"{dashes}/>'
     )
     # A polyline of one point is invisible.
     single = len(coordinates) == 1
-    has_dots = line.look == "marked" or line.hue >= len(COLOURS)
+    has_dots = line.style == "marked" or line.hue >= len(COLOURS)
     dots = coordinates if single or (has_dots and len(coordinates) <= _MAX_DOTS) else ()
     return polyline + "".join(_dot(x, y, line.hue) for x, y in dots)
 

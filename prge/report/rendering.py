@@ -73,7 +73,7 @@ def _drawing(drawing: str) -> Markup:
 
 
 def _is_long(cell: str) -> bool:
-    """Whether a cell has a word, such as a path, that may have to be broken."""
+    """Return whether a cell has a word, such as a path, that may have to be broken."""
     return max(map(len, cell.split()), default=0) > 40
 
 

@@ -50,8 +50,8 @@ def new_folder(folder: Path, *, overwrite: bool = False) -> Iterator[Path]:
     folder = Path(folder)
     if not overwrite and (folder.exists() or folder.is_symlink()):
         raise RunError(
-            f"{folder} exists already",
-            remedy="give another folder, or allow overwriting it",
+            f"{folder} exists already.",
+            remedy="Give another folder, or allow overwriting it.",
             code="folder-exists",
         )
     partial: Path | None = None
@@ -71,7 +71,7 @@ def new_folder(folder: Path, *, overwrite: bool = False) -> Iterator[Path]:
                 with (Path(directory) / name).open("rb") as stream:
                     os.fsync(stream.fileno())
             flush_folder(Path(directory))
-        _put_in_place(partial, folder, overwrite)
+        _rename_or_exchange(partial, folder, overwrite)
         flush_folder(folder.parent)
     except OSError as error:
         if error.errno is None:  # libraries raise OSError without an errno for reasons of their own
@@ -86,12 +86,12 @@ def write_file(path: Path, content: bytes, rights: int | None = None) -> None:
     """Write a file atomically, replacing an existing one.
 
     Args:
-        path: The file.
-        content: Its new content.
-        rights: Its mode; by default, the mode that the user's umask gives to a new file.
+        path: the file.
+        content: its new content.
+        rights: its mode; by default, the mode that the user's umask gives to a new file.
 
     Raises:
-        RunError: The storage is full, read-only or refuses the write.
+        RunError: the storage is full, read-only or refuses the write.
     """
     # All processes use one temporary name, so that a killed process's leftover is overwritten.
     partial = path.with_name(f".{path.name}.partial")
@@ -116,7 +116,7 @@ def write_output(path: Path, content: bytes) -> None:
     Unlike `write_file`, this follows links, creates the parent folder, and writes into pipes and devices.
 
     Raises:
-        RunError: The storage is full, read-only or refuses the write.
+        RunError: the storage is full, read-only or refuses the write.
     """
     try:
         status = os.stat(path) if os.path.exists(path) else None
@@ -137,7 +137,7 @@ def check_file(path: Path) -> None:
     The file isn't opened, because opening creates a file and waits for the reader of a pipe.
 
     Raises:
-        RunError: The path is a folder, or can't be written.
+        RunError: the path is a folder, or can't be written.
     """
     try:
         status = os.stat(path) if os.path.exists(path) else None
@@ -155,11 +155,11 @@ def check_writable_folder(folder: Path, required_bytes: int = 0) -> None:
     """Check that files can be created in a folder, which may not exist yet; leaves nothing behind.
 
     Args:
-        folder: The folder.
-        required_bytes: Free storage that is required.
+        folder: the folder.
+        required_bytes: free storage that is required.
 
     Raises:
-        RunError: The storage is read-only, refuses new files, or has less free space.
+        RunError: the storage is read-only, refuses new files, or has less free space.
     """
     try:
         free = _check_can_create(Path(os.path.realpath(folder)))
@@ -168,8 +168,8 @@ def check_writable_folder(folder: Path, required_bytes: int = 0) -> None:
     if required_bytes > free:
         raise RunError(
             f"{folder} has too little room: about {required_bytes / 1e6:,.0f} MB are needed, "
-            f"{free / 1e6:,.0f} MB are free",
-            remedy="free some storage, or write to another place",
+            f"{free / 1e6:,.0f} MB are free.",
+            remedy="Free some storage, or write to another place.",
             code="storage-full",
         )
 
@@ -186,11 +186,11 @@ def storage_error(path: Path, error: OSError) -> RunError:
     """Return the RunError for a write that the operating system refused."""
     reason = error.strerror or str(error)
     if error.errno in _NO_ROOM:
-        code, remedy = "storage-full", "free some storage, or write to another place"
+        code, remedy = "storage-full", "Free some storage, or write to another place."
     elif error.errno in _REFUSED:
-        code, remedy = "write-refused", "check its permissions, or write to another place"
+        code, remedy = "write-refused", "Check its permissions, or write to another place."
     else:
-        code, remedy = "write-failed", "check the path and the storage"
+        code, remedy = "write-failed", "Check the path and the storage."
     return RunError(f"{path} can't be written: {reason}", remedy=remedy, code=code)
 
 
@@ -213,7 +213,7 @@ def _usual_modes() -> tuple[int, int]:
     return 0o666 & ~mask, 0o777 & ~mask
 
 
-def _put_in_place(partial: Path, folder: Path, overwrite: bool) -> None:
+def _rename_or_exchange(partial: Path, folder: Path, overwrite: bool) -> None:
     """Rename `partial` to `folder`; exchange it with an existing folder in one system call if possible."""
     if not folder.exists():
         os.rename(partial, folder)

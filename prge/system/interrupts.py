@@ -14,7 +14,7 @@ def single_interrupt(restored: bool) -> Iterator[None]:
     """Raise KeyboardInterrupt at the first Ctrl-C only; a process that ignores Ctrl-C goes on ignoring it.
 
     Args:
-        restored: Restore the previous handler afterwards; a process that ends then doesn't need it.
+        restored: restore the previous handler afterwards; a process that ends then doesn't need it.
     """
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:

@@ -11,7 +11,7 @@ from typing import Any
 
 Record = dict[str, Any]
 
-OUT_OF_MEMORY_REMEDY = "close other programs, give more memory, or use a smaller model or fewer rows"
+OUT_OF_MEMORY_REMEDY = "Close other programs, give more memory, or use a smaller model or fewer rows."
 # Messages of Python, the C++ library, the dynamic linker, XNNPACK and torch.
 _OUT_OF_MEMORY = re.compile(
     "not enough memory|out of memory|out_of_memory|bad_alloc|cannot allocate memory|can't allocate memory|"
@@ -21,7 +21,7 @@ _OUT_OF_MEMORY = re.compile(
 
 
 def is_out_of_memory(error: BaseException | str) -> bool:
-    """Whether an exception, or a library's log message, was caused by a lack of memory."""
+    """Return whether an exception, or a library's log message, was caused by a lack of memory."""
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return True
     return _OUT_OF_MEMORY.search(str(error)) is not None

@@ -62,7 +62,7 @@ def require_extra(extra: str) -> Iterator[None]:
         if missing in ("", "prge", "server_export", "device_runner") or os.environ.get("PRGE_DEBUG"):
             raise
         raise PrgeError(
-            f"the package {missing} is not installed",
-            remedy=f"{install_extra_command('', extra)}\n  `prge doctor` shows what is missing",
+            f"The package {missing} is not installed.",
+            remedy=f"{install_extra_command('', extra)}\n  `prge doctor` shows what is missing.",
             code="package-missing",
         ) from None

@@ -16,8 +16,8 @@ class MemoryPeak:
     """Peak memory of a process and its children, in MB.
 
     Attributes:
-        anonymous_mb: Peak of the sum over all processes of anonymous memory, swap included.
-        peak_rss_mb: Largest VmHWM of one process, mapped files included.
+        anonymous_mb: peak of the sum over all processes of anonymous memory, swap included.
+        peak_rss_mb: largest VmHWM of one process, mapped files included.
     """
 
     anonymous_mb: float = 0.0

@@ -82,9 +82,9 @@ class Progress:
         """Show that `done` steps are completed.
 
         Args:
-            done: Completed steps in total.
-            tokens: Training tokens processed since the last call.
-            values: Values to show, such as `loss` and `memory`; None leaves a value unchanged.
+            done: completed steps in total.
+            tokens: training tokens processed since the last call.
+            values: values to show, such as `loss` and `memory`; None leaves a value unchanged.
         """
         self._done = done
         self._tokens += tokens
@@ -153,8 +153,8 @@ class TimeLeft:
         """Count steps as completed and return an upper estimate of the time left; empty if it is unknown.
 
         Args:
-            steps: Number of steps completed.
-            seconds: Time that they took; None if they were completed by an earlier process.
+            steps: number of steps completed.
+            seconds: time that they took; None if they were completed by an earlier process.
         """
         self._left = max(0, self._left - steps)
         if seconds is not None:

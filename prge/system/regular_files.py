@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from prge.errors import visible
+from prge.errors import escape_control
 from prge.system.terminal import best_effort
 
 _NONBLOCK = getattr(os, "O_NONBLOCK", 0)
@@ -34,14 +34,14 @@ def open_regular(
     """Open a regular file in a binary mode as `open` does; refuse links, folders, pipes, sockets and devices.
 
     Args:
-        path: The file; a writing mode creates it.
-        mode: As for `open`.
-        buffering: As for `open`.
-        follow: Accept a link to a regular file.
-        rights: Mode of a created file, before the user's umask is applied.
+        path: the file; a writing mode creates it.
+        mode: as for `open`.
+        buffering: as for `open`.
+        follow: accept a link to a regular file.
+        rights: mode of a created file, before the user's umask is applied.
 
     Raises:
-        OSError: The path isn't a regular file, or `open` fails.
+        OSError: the path isn't a regular file, or `open` fails.
     """
 
     def opener(name: str, flags: int) -> int:
@@ -71,7 +71,7 @@ def warn_if_key_is_shared(path: Path) -> None:
         mode = stat.S_IMODE(os.stat(path).st_mode)
         if mode & (stat.S_IRWXG | stat.S_IRWXO):
             line = f"warning: others may read the key in {path}, whose mode is {mode:04o}: chmod 600 {path}"
-            print(visible(line), file=sys.stderr, flush=True)
+            print(escape_control(line), file=sys.stderr, flush=True)
 
 
 def _check_regular(path: Path, status: os.stat_result) -> None:

@@ -37,10 +37,10 @@ class BoundedChild:
     """A forked child process that answers requests; it ends with this object or with the parent.
 
     Args:
-        serve: Called in the child for each request. An exception ends the child. It can't open files, so its
+        serve: called in the child for each request. An exception ends the child. It can't open files, so its
             imports must have been done before.
         seconds: CPU time limit of a request; each megabyte of the request adds as much again.
-        memory: Limit in bytes above the parent's memory; 32 times a request's size is added.
+        memory: limit in bytes above the parent's memory; 32 times a request's size is added.
     """
 
     def __init__(self, serve: Callable[[bytes], bytes], seconds: float, memory: int) -> None:
@@ -59,7 +59,7 @@ class BoundedChild:
         """Send a request to the child and return its response.
 
         Raises:
-            LimitError: The request exceeded a limit, or the child crashed; the child is ended then.
+            LimitError: the request exceeded a limit, or the child crashed; the child is ended then.
         """
         with contextlib.suppress(OSError, EOFError):
             self._connection.send_bytes(request)

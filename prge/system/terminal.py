@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from typing import TextIO
 
-from prge.errors import visible
+from prge.errors import escape_control
 
 
 def open_standard_files() -> None:
@@ -32,7 +32,7 @@ def open_standard_files() -> None:
 def write_text(stream: TextIO, text: str) -> None:
     """Write an untrusted text and flush it; control characters are escaped on a terminal."""
     if stream.isatty():
-        text = visible(text)
+        text = escape_control(text)
     stream.write(text)
     stream.flush()
 

@@ -41,8 +41,8 @@ def cache_path(name: str) -> Path:
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     except RuntimeError as error:
         raise EngineError(
-            f"there is no folder for the cache: {error}",
-            remedy="set XDG_CACHE_HOME to a folder, or PRGE_NATIVE_LIBRARY to an engine built elsewhere",
+            f"There is no folder for the cache: {error}",
+            remedy="Set XDG_CACHE_HOME to a folder, or PRGE_NATIVE_LIBRARY to an engine built elsewhere.",
             code="cache-without-folder",
         ) from None
     return Path(base) / "prge" / name
@@ -55,10 +55,10 @@ def private_folder(folder: Path, *, empties: bool = True) -> Path:
 
     Args:
         folder: A folder whose content can be recreated.
-        empties: Remove untrusted content; false if the caller checks the subfolders one by one.
+        empties: remove untrusted content; false if the caller checks the subfolders one by one.
 
     Raises:
-        EngineError: The folder is another user's, or others can still write to it.
+        EngineError: the folder is another user's, or others can still write to it.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -76,9 +76,9 @@ def private_folder(folder: Path, *, empties: bool = True) -> Path:
         status = folder.stat()
     if status.st_uid not in (os.geteuid(), 0) or status.st_mode & _OTHERS_WRITE:
         raise EngineError(
-            f"other users can write to {folder}, and code from there is executed "
-            f"(its owner is user {status.st_uid}, its mode {stat.S_IMODE(status.st_mode):o})",
-            remedy="remove it, or let XDG_CACHE_HOME name a folder of your own",
+            f"Other users can write to {folder}, and code from there is executed "
+            f"(its owner is user {status.st_uid}, its mode {stat.S_IMODE(status.st_mode):o}).",
+            remedy="Remove it, or let XDG_CACHE_HOME name a folder of your own.",
             code="cache-not-private",
         )
     return folder

@@ -162,13 +162,13 @@ class TrainingState:
         self.progress.count_step(float(record["loss"]))
 
     def copy(self) -> TrainingState:
-        """Returns a copy with its own adapter, optimizer and progress; the head is shared."""
+        """Return a copy with its own adapter, optimizer and progress; the head is shared."""
         progress = replace(self.progress)
         optimizer = deepcopy(self.optimizer)
         return replace(self, adapter=self.adapter.copy(), optimizer=optimizer, progress=progress)
 
     def overflow(self) -> str:
-        """Returns a message about values that are no longer finite; an empty string if all are finite."""
+        """Return a message about values that are no longer finite; an empty string if all are finite."""
         arrays: dict[str, Array] = {"the adapter": self.adapter.values}
         if self.trained_head:
             arrays["the head"] = self.trained_head.values
@@ -185,12 +185,12 @@ class TrainingState:
 
 
 def checkpoint_folder(checkpoints: Path, step: int) -> Path:
-    """Returns the folder of the checkpoint after `step` steps."""
+    """Return the folder of the checkpoint after `step` steps."""
     return checkpoints / f"step-{step:06d}"
 
 
 def saved_steps(checkpoints: Path) -> list[int]:
-    """Returns the steps that have a checkpoint, in ascending order; folders with other names are ignored."""
+    """Return the steps that have a checkpoint, in ascending order; folders with other names are ignored."""
     matches = (_NAME.fullmatch(folder.name) for folder in checkpoints.glob("step-*"))
     return sorted(int(match[1]) for match in matches if match)
 
@@ -226,7 +226,7 @@ def write_result(folder: Path, state: TrainingState, template: Path, overwrite: 
     write_peft(folder, state.adapter, template, extra, overwrite=overwrite)
 
 
-def keep_state(
+def save_and_prune(
     folder: Path, state: TrainingState, template: Path, journal: Journal, every: int, keep_gradients: bool
 ) -> None:
     """Save a checkpoint, and remove checkpoints and journaled gradients that are no longer needed.
@@ -248,7 +248,7 @@ def keep_state(
 
 
 def kept_steps(progress: TrainingProgress, save_steps: int) -> set[int]:
-    """Returns the steps whose checkpoints are kept: the current, the last regular and the best one.
+    """Return the steps whose checkpoints are kept: the current, the last regular and the best one.
 
     The result doesn't depend on interruptions of the run.
     """
@@ -323,9 +323,9 @@ def _read_checkpoint(folder: Path, state: TrainingState) -> _SavedState:
         for name, target in targets.items()
     ):
         raise AdapterError(
-            f"{folder / OPTIMIZER} belongs to another optimizer",
+            f"{folder / OPTIMIZER} belongs to another optimizer:",
             [f"it holds {sorted(arrays)}, this run needs {sorted(targets)}"],
-            remedy="resume with the settings of the run",
+            remedy="Resume with the settings of the run.",
             code="optimizer-differs",
         )
     try:
@@ -334,9 +334,9 @@ def _read_checkpoint(folder: Path, state: TrainingState) -> _SavedState:
             raise ValueError(f"its step is {progress.step}")
     except (OSError, ValueError, TypeError) as error:
         raise AdapterError(
-            f"{folder / STATE} is damaged",
+            f"{folder / STATE} is damaged:",
             [str(error)],
-            remedy="remove this checkpoint",
+            remedy="Remove this checkpoint.",
             code="checkpoint-damaged",
         ) from None
     head = None
@@ -355,11 +355,11 @@ def _is_intact(folder: Path, state: TrainingState) -> bool:
 
 
 def head_arrays(head: Head) -> dict[str, Array]:
-    """Returns the arrays of a head by their names in `head.safetensors`."""
+    """Return the arrays of a head by their names in `head.safetensors`."""
     return {"weight": head.weight, "bias": head.bias}
 
 
-def head_at(folder: Path, classes: int, width: int) -> Head | None:
+def read_folder_head(folder: Path, classes: int, width: int) -> Head | None:
     """Read the head in an adapter's folder; None if there is none. Raises AdapterError, see `read_head`."""
     if not (folder / HEAD).is_file():
         return None
@@ -383,16 +383,16 @@ def read_head(path: Path, head: Head) -> None:
     ]
     if problems:
         raise AdapterError(
-            f"{path} doesn't fit the task",
+            f"{path} doesn't fit the task:",
             problems,
-            remedy="use the head of a run on this task",
+            remedy="Use the head of a run on this task.",
             code="head-does-not-fit",
         )
     head.weight[:], head.bias[:] = arrays["weight"], arrays["bias"]
 
 
 def optimizer_arrays(state: TrainingState) -> dict[str, Array]:
-    """Returns the arrays of a state's optimizers by name; `TrainingState.apply` changes them in place."""
+    """Return the arrays of a state's optimizers by name; `TrainingState.apply` changes them in place."""
     arrays = {f"adapter.{name}": array for name, array in state.optimizer.state.items()}
     if state.head_optimizer is not None:
         arrays.update({f"head.{name}": array for name, array in state.head_optimizer.state.items()})

@@ -8,7 +8,7 @@ from pathlib import Path
 from prge.data.forms.task import Task, load_task
 from prge.formats.bundle import Bundle
 from prge.objectives.classification_head import Head
-from prge.training.checkpoint import head_at
+from prge.training.checkpoint import read_folder_head
 
 
 def load_bundle_task(bundle: Bundle, name: str | Path | None) -> Task | None:
@@ -21,7 +21,7 @@ def load_bundle_task(bundle: Bundle, name: str | Path | None) -> Task | None:
 
 
 def with_bundle_label_order(bundle: Bundle, task: Task | None) -> Task | None:
-    """Returns the task with its classes in the order of the bundle's own head, if it has the same classes."""
+    """Return the task with its classes in the order of the bundle's own head, if it has the same classes."""
     return None if task is None else _reordered(task, bundle.labels) or task
 
 
@@ -39,18 +39,18 @@ def load_head(bundle: Bundle, source: Path, task: Task | None, classes: int) -> 
     """
     if source == bundle.adapter and (task is None or _reordered(task, bundle.labels) is None):
         return None
-    return head_at(source, classes, bundle.chain.width)
+    return read_folder_head(source, classes, bundle.chain.width)
 
 
 def describe_unused_head(bundle: Bundle) -> str:
-    """Returns a message that the checkpoint's own head isn't used; an empty string if it has none."""
+    """Return a message that the checkpoint's own head isn't used; an empty string if it has none."""
     if not bundle.labels:
         return ""
     return f"the checkpoint's own head isn't used, whose classes are {', '.join(bundle.labels)}"
 
 
 def _reordered(task: Task, labels: tuple[str, ...]) -> Task | None:
-    """Returns the task with its classes in the order of labels; None if they aren't the same classes.
+    """Return the task with its classes in the order of labels; None if they aren't the same classes.
 
     Classes are compared by name, by word and by number.
     """

@@ -16,8 +16,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from prge.engine import STATES_AT_ONCE
-from prge.errors import BundleError, ConfigError, shown
+from prge.engine import MAX_HIDDEN_STATES
+from prge.errors import BundleError, ConfigError, format_value
 from prge.formats.adapter import adapter_size
 from prge.formats.bundle import Bundle
 from prge.formats.chain import Bounds, Chain
@@ -25,7 +25,7 @@ from prge.formats.signatures import BACKWARD, DECODE, FORWARD, FORWARD_SAVE, JVP
 from prge.model_spec import AdaptedModule, ModelSpec, matrices
 from prge.numerics.vocabulary_shards import count_shards
 from prge.objectives.examples import Example, sequences_of
-from prge.objectives.scoring import SCORED_TOKENS
+from prge.objectives.scoring import MAX_SCORING_TOKENS
 from prge.training.estimators.exact import MICROBATCH_TOKENS
 
 MIB = 1 << 20
@@ -85,7 +85,7 @@ class StepShape:
         sequences: number of sequences.
         tokens: tokens of the longest sequence.
         targets: most targets of a sequence.
-        vocabulary_size: of the model.
+        vocabulary_size: vocabulary size of the model.
         copies: copies of the adapter in a `forward` call; 1 for scoring.
         queries: directions of a `jvp` call.
         is_separable: see prge.objectives.objective.Objective.
@@ -113,9 +113,9 @@ class StepShape:
         if self.is_exact:
             most = MICROBATCH_TOKENS if self.is_separable else self.sequences * self.tokens
         elif self.copies == 1 and not self.queries:
-            most = SCORED_TOKENS
+            most = MAX_SCORING_TOKENS
         else:
-            most = STATES_AT_ONCE // (self.copies * (1 + self.queries))
+            most = MAX_HIDDEN_STATES // (self.copies * (1 + self.queries))
         return min(self.sequences * self.tokens, max(most, self.sequences_per_example * self.tokens))
 
     @property
@@ -198,7 +198,7 @@ class ModelSizes:
     longest: int
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the `outline` block of a manifest, without `modules` and `longest`, which its chain has."""
+        """Return the `outline` block of a manifest, without `modules` and `longest`, which its chain has."""
         return {name: value for name, value in asdict(self).items() if name not in ("modules", "longest")}
 
     @classmethod
@@ -216,8 +216,8 @@ class ModelSizes:
             )
         except (KeyError, TypeError, ValueError):
             raise BundleError(
-                f"the manifest's outline can't be read: {shown(block)}",
-                remedy="export the bundle again",
+                f"The manifest's outline can't be read: {format_value(block)}",
+                remedy="Export the bundle again.",
                 code="outline-unreadable",
             ) from None
 
@@ -323,11 +323,11 @@ class RunMemory:
         return self.total - self.libraries - self.mapped
 
     def total_starting_from(self, held: int, engine: str) -> int:
-        """Returns the resident memory of a process that holds `held` bytes before it loads an engine."""
+        """Return the resident memory of a process that holds `held` bytes before it loads an engine."""
         return self.total - self.runtime - self.libraries - self.tokenizer + held + ENGINE_BYTES[engine]
 
     def to_json(self) -> dict[str, int]:
-        """Returns the parts and their sums, with `_bytes` appended to their names."""
+        """Return the parts and their sums, with `_bytes` appended to their names."""
         sums = {"anonymous": self.anonymous, "total": self.total}
         return {f"{name}_bytes": value for name, value in {**asdict(self), **sums}.items()}
 
@@ -335,7 +335,7 @@ class RunMemory:
 def step_shape(
     role: str, examples: Sequence[Example], sequences: int, model: ModelSpec, **sizes: Any
 ) -> StepShape:
-    """Returns the shape of steps whose sequences are as long as the longest one of the examples.
+    """Return the shape of steps whose sequences are as long as the longest one of the examples.
 
     Args:
         role: role of the steps.
@@ -479,7 +479,7 @@ class _Call:
 
 
 def _largest_call(shape: StepShape, bounds: Bounds) -> _Call:
-    """Returns the sizes of the largest call of a block in a step; a row in chunks is computed alone."""
+    """Return the sizes of the largest call of a block in a step; a row in chunks is computed alone."""
     queries, length = min(shape.queries, bounds.queries), shape.tokens
     rows = min(shape.copies, bounds.copies) * min(shape.sequences_at_once, bounds.batch)
     targets = min(shape.rows * shape.targets, bounds.states // (1 + queries))
@@ -634,14 +634,14 @@ class Budget:
     predicted: int
 
     def to_json(self) -> dict[str, int]:
-        """Returns limit and prediction as run.json has them."""
+        """Return limit and prediction as run.json has them."""
         return {"limit_bytes": self.limit, "predicted_bytes": self.predicted}
 
 
 def fit_budget(
     limit: int, predicted: Callable[[int], int], weights: WeightBytes, process: str, remedy: str
 ) -> Budget:
-    """Returns the largest budget of loaded weights and residuals that keeps a process within a memory limit.
+    """Return the largest budget of loaded weights and residuals that keeps a process within a memory limit.
 
     Args:
         limit: most bytes of the process.
@@ -667,7 +667,7 @@ def fit_budget(
 
 
 def bundle_costs(bundle: Bundle) -> tuple[ModelSizes, WeightBytes]:
-    """Returns the sizes of an opened bundle's model and the bytes of its weights.
+    """Return the sizes of an opened bundle's model and the bytes of its weights.
 
     Raises:
         BundleError: the manifest has no outline, as in bundles of earlier versions, or the outline is
@@ -676,8 +676,8 @@ def bundle_costs(bundle: Bundle) -> tuple[ModelSizes, WeightBytes]:
     manifest = bundle.manifest
     if "outline" not in manifest:
         raise BundleError(
-            f"cannot estimate the memory of {bundle.folder}: an earlier version exported it",
-            remedy="leave --memory out, or export the bundle again",
+            f"Cannot estimate the memory of {bundle.folder}: an earlier version exported it.",
+            remedy="Leave --memory out, or export the bundle again.",
             code="outline-missing",
         )
     outline = ModelSizes.from_json(manifest["outline"], bundle.chain)
@@ -689,7 +689,7 @@ def bundle_costs(bundle: Bundle) -> tuple[ModelSizes, WeightBytes]:
 
 
 def minimum_memory(bundle: Bundle, role: str, rows: int, length: int, held: int | None = None) -> int:
-    """Returns the smallest `--memory` of a run on the native engine, with a margin of 5 %.
+    """Return the smallest `--memory` of a run on the native engine, with a margin of 5 %.
 
     Args:
         bundle: an opened bundle.
@@ -710,7 +710,7 @@ def minimum_memory(bundle: Bundle, role: str, rows: int, length: int, held: int 
 def memory_table(
     outline: ModelSizes, shapes: Mapping[Any, StepShape], weights: WeightBytes, roles: Collection[str]
 ) -> list[dict[str, Any]]:
-    """Returns the memory of runs on the native engine, with all weights or one block's loaded.
+    """Return the memory of runs on the native engine, with all weights or one block's loaded.
 
     Args:
         outline: sizes of the model.
@@ -720,9 +720,8 @@ def memory_table(
 
     Returns:
         Two rows for each estimator. `loaded_bytes`: most bytes of loaded weights, None for all;
-            `anonymous_bytes`:
-        memory without pages of files; `resident_bytes`: the peak with pages of files, which `--memory`
-        limits.
+        `anonymous_bytes`: memory without pages of files; `resident_bytes`: the peak with pages of files,
+        which `--memory` limits.
     """
     rows = []
     for estimator, shape in shapes.items():
@@ -750,8 +749,7 @@ def estimate_export_memory(
     """Estimate the peak memory of an export, in bytes.
 
     It is reached while blocks are verified: the engine's arena holds the largest call of a block, and the
-        embedding
-    table, the largest tensor, exists several times.
+    embedding table, the largest tensor, exists several times.
 
     Args:
         outline: sizes of the model.
@@ -799,7 +797,7 @@ def format_bytes(count: object) -> str:
 
 
 def _number(value: Any, least: int = 1) -> int:
-    """Returns a number of an outline; raises ValueError if it is invalid."""
+    """Return a number of an outline; raises ValueError if it is invalid."""
     if type(value) is not int or not least <= value < _LARGEST_NUMBER:
         raise ValueError
     return value
@@ -814,7 +812,7 @@ def _layer(block: Any) -> LayerShape:
 
 
 def _stored(layer: LayerShape, scheme: str) -> int:
-    """Returns the bytes of layers in the files: values and their scales."""
+    """Return the bytes of layers in the files: values and their scales."""
     if scheme == "fp32":
         return 4 * layer.numbers
     if scheme == "8da4w" and layer.inputs % GROUP_SIZE == 0:
@@ -824,7 +822,7 @@ def _stored(layer: LayerShape, scheme: str) -> int:
 
 
 def _packed(layer: LayerShape, scheme: str) -> int:
-    """Returns the bytes of layers as the engine packs them, with biases and sums of the integers."""
+    """Return the bytes of layers as the engine packs them, with biases and sums of the integers."""
     if scheme == "fp32":
         return 4 * layer.numbers + 4 * layer.outputs * layer.count
     in_groups = scheme == "8da4w" and layer.inputs % GROUP_SIZE == 0
@@ -833,7 +831,7 @@ def _packed(layer: LayerShape, scheme: str) -> int:
 
 
 def _largest_rows(bounds: Bounds) -> dict[str, tuple[int, int]]:
-    """Returns the rows and queries of the largest call of a block, by role."""
+    """Return the rows and queries of the largest call of a block, by role."""
     return {
         FORWARD: (bounds.copies * bounds.batch, 0),
         JVP: (bounds.batch, bounds.queries),
@@ -858,7 +856,7 @@ def _block_arena(outline: ModelSizes, role: str, rows: int, queries: int, length
 
 
 def _head_logits(outline: ModelSizes, targets: int) -> int:
-    """Returns the bytes of the logits of a vocabulary shard."""
+    """Return the bytes of the logits of a vocabulary shard."""
     return 4 * targets * outline.head.outputs // outline.shards if outline.head is not None else 0
 
 

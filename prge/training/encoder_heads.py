@@ -25,7 +25,7 @@ class Heads:
     cross_fitted: CrossFittedHeads | None = None
 
     def to_record(self, digest: str = "") -> Record:
-        """Returns the journal record of the heads; `digest` identifies what they were fitted on."""
+        """Return the journal record of the heads; `digest` identifies what they were fitted on."""
         if self.head is None:
             raise ValueError("there is no head")
         folds = self.cross_fitted.heads if self.cross_fitted else ()
@@ -61,8 +61,7 @@ def fit_heads(engine: ForwardEngine, adapter: Adapter, examples: Sequence[Exampl
     """Fit an encoder's head on examples, and cross-fitted heads if `folds` isn't 0.
 
     Of equal examples, only the first is used: the rows that are left out to measure a head's confidence must
-        not
-    occur among those that it is fitted on.
+    not occur among those that it is fitted on.
 
     Args:
         engine: computes the pooled states.
@@ -83,15 +82,15 @@ def fit_heads(engine: ForwardEngine, adapter: Adapter, examples: Sequence[Exampl
         return Heads(head, fit_cross_fitted(states, labels, rows, classes, folds) if folds else None)
     except ValueError as error:
         raise ConfigError(
-            "the classification head can't be fitted",
+            "The classification head can't be fitted:",
             [str(error)],
-            remedy="give more rows of every class" + (", or fewer --head-folds" if folds else ""),
+            remedy="Give more rows of every class" + (", or fewer --head-folds." if folds else "."),
             code="head-not-fitted",
         ) from None
 
 
 def heads_digest(bundle: str, adapter: Adapter, examples: Sequence[Example], folds: int) -> str:
-    """Returns a hash of everything that fitted heads depend on.
+    """Return a hash of everything that fitted heads depend on.
 
     Args:
         bundle: hash of the bundle.

@@ -117,7 +117,7 @@ def preference_figures(
 
 
 def _harm(scored: Scores, examples: Sequence[Example]) -> float:
-    """Returns the mean decrease of the chosen answers' log-probability, in nats per token; at least 0."""
+    """Return the mean decrease of the chosen answers' log-probability, in nats per token; at least 0."""
     changes = [
         values[0] - example.reference[0]
         for values, example in zip(scored.scores, examples, strict=True)
@@ -126,8 +126,8 @@ def _harm(scored: Scores, examples: Sequence[Example]) -> float:
     return max(-float(np.mean(changes)), 0.0) if changes else 0.0
 
 
-def displacement(figures: Mapping[str, Any]) -> str:
-    """Returns a warning if chosen answers became less likely (likelihood displacement), or ""."""
+def displacement_warning(figures: Mapping[str, Any]) -> str:
+    """Return a warning if chosen answers became less likely (likelihood displacement), or ""."""
     chosen, rejected = figures.get("chosen_change"), figures.get("rejected_change")
     if chosen is None or chosen >= 0:
         return ""
@@ -141,7 +141,7 @@ def displacement(figures: Mapping[str, Any]) -> str:
 
 
 def metric_of(task: Task, examples: Sequence[Example], scored: Scores) -> tuple[str, float]:
-    """Returns the name and the value of the task's metric for scored candidates."""
+    """Return the name and the value of the task's metric for scored candidates."""
     predictions = scored.predictions.tolist()
     if task.metric in TEXT_METRICS:
         texts = [example.choices[choice] for example, choice in zip(examples, predictions, strict=True)]
@@ -158,7 +158,7 @@ def metric_of(task: Task, examples: Sequence[Example], scored: Scores) -> tuple[
 
 
 def text_metrics(task: Task, texts: Sequence[str], examples: Sequence[Example]) -> dict[str, float]:
-    """Returns the mean text metrics by name, each text compared with its best matching answer.
+    """Return the mean text metrics by name, each text compared with its best matching answer.
 
     Exact match and F1 of shared words, the two metrics of SQuAD, are always computed together.
     """

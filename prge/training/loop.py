@@ -28,7 +28,7 @@ from prge.training.checkpoint import TrainingProgress, TrainingState
 from prge.training.estimators.protocol import GRADIENT_KEYS, Estimator, Measurement, Step
 from prge.training.sampler import Sampler
 
-_REMEDY = "start a new run with a lower learning rate"
+_REMEDY = "Start a new run with a lower learning rate."
 
 
 @dataclass(frozen=True)
@@ -91,11 +91,11 @@ class Observer(Protocol):
     """Callbacks of the loop, such as those that log metrics."""
 
     def on_step(self, record: Record, measurement: Measurement | None) -> None:
-        """Called after every step; `measurement` is None if the step was replayed from the journal."""
+        """Handle the end of a step; `measurement` is None if the step was replayed from the journal."""
         ...
 
     def on_evaluation(self, record: Record, fresh: bool) -> None:
-        """Called after every evaluation; `fresh` is False if it was replayed from the journal."""
+        """Handle the result of an evaluation; `fresh` is False if it was replayed from the journal."""
         ...
 
 
@@ -144,7 +144,7 @@ class AdapterLearner:
         estimator: computes a gradient from what it measures on the engine.
         learning_rates: the learning rates of a step, by their names in the journal.
         state: adapter, optimizer and progress; every step changes it in place.
-        settings: of the loop.
+        settings: settings of the loop.
         journal: holds the steps and evaluations of earlier processes, and receives new ones.
         save_state: writes a checkpoint of the state.
         evaluate_state: scores the development rows with the state's adapter; None: there are no such rows.
@@ -190,14 +190,14 @@ class AdapterLearner:
             state.apply(record, gradient)
         if problem := state.overflow():
             raise DivergenceError(
-                f"step {state.step - 1}: {problem}", remedy=_REMEDY, code="adapter-not-finite"
+                f"Step {state.step - 1}: {problem}", remedy=_REMEDY, code="adapter-not-finite"
             )
         if replayed is None:
             self.journal.append(record)
         return record, measurement if replayed is None else None
 
     def _measure(self) -> tuple[Record, Measurement]:
-        """Measure the step's examples on the engine; returns the step's record and the measurement."""
+        """Measure the step's examples on the engine; return the step's record and the measurement."""
         state, seed = self.state, self.settings.seed
         examples = self.sampler.batch(state.step)
         step = Step(
@@ -242,7 +242,7 @@ class AdapterLearner:
 
 
 def loss_has_risen(progress: TrainingProgress, ratio: float) -> str:
-    """Returns a message if the smoothed loss exceeds `ratio` times the first loss (or 1, if that is larger).
+    """Return a message if the smoothed loss exceeds `ratio` times the first loss (or 1, if that is larger).
 
     The message is empty if the loss hasn't risen that far.
     """
@@ -253,13 +253,13 @@ def loss_has_risen(progress: TrainingProgress, ratio: float) -> str:
 
 
 def _is_evaluation_due(step: int, settings: TrainingSettings) -> bool:
-    """Whether to evaluate after this many steps; True after the last step."""
+    """Return whether to evaluate after this many steps; True after the last step."""
     every = settings.eval_steps
     return step == settings.steps or step in settings.eval_at or bool(every and step % every == 0)
 
 
 def _describe_not_finite(measurement: Measurement, step: int) -> str:
-    """Returns a message if the loss or a derivative of a step is not finite; else an empty string."""
+    """Return a message if the loss or a derivative of a step is not finite; else an empty string."""
     loss, derivatives = measurement.loss, measurement.derivatives
     count = int(derivatives.size - np.isfinite(derivatives).sum())
     if count or not math.isfinite(loss):

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from prge.errors import DivergenceError, PrgeError, shown, visible
+from prge.errors import DivergenceError, PrgeError, escape_control, format_value
 from prge.formats.curves import merit_of, score_of
 from prge.formats.journal import Journal, Record, decode_array
 from prge.formats.run_folder import RunLog, write_summary
@@ -106,7 +106,7 @@ class RunMonitor:
 
     def note(self, text: str) -> None:
         """Print a message and write it to the log."""
-        text = visible(text)  # it may quote a row
+        text = escape_control(text)  # it may quote a row
         self.progress.note(text)
         for line in text.split("\n"):
             self.log.text(line)
@@ -151,13 +151,13 @@ class RunMonitor:
         self._last_time = time.perf_counter()
 
     def on_samples(self) -> None:
-        """Called after prompts were completed; their time counts as evaluation time."""
+        """Count the time of completing prompts, which just ended, as evaluation time."""
         now = time.perf_counter()
         self._evaluation_seconds += now - self._last_time
         self.progress.exclude(now - self._last_time)
         self._last_time = now
 
-    def say_final(self, step: int, evaluation: Record) -> None:
+    def report_final(self, step: int, evaluation: Record) -> None:
         """Report the step of the result, and the first, the best and the last evaluation."""
         self._final = step
         figures = f": {_figures_text(evaluation)}" if evaluation else ""
@@ -179,7 +179,7 @@ class RunMonitor:
             self._best = record
 
     def _bar_values(self, record: Record) -> dict[str, float | str | None]:
-        """Returns the values that the progress bar shows for a step."""
+        """Return the values that the progress bar shows for a step."""
         figures: dict[str, float | str | None] = {"loss": record["loss"]}
         if self._best is not None:
             # The best step may have been chosen by its loss instead of the metric.
@@ -214,7 +214,7 @@ class RunMonitor:
             self.log.metric({"event": event, "step": step, **figures, **counts})
 
     def _engine_metrics(self, measurement: Measurement | None) -> Record:
-        """Returns the seconds of a step inside and outside of the engine, and the largest tangent, if any."""
+        """Return the seconds of a step inside and outside of the engine, and the largest tangent, if any."""
         if measurement is None:
             return {"engine_seconds": None, "host_seconds": None}
         tangent, inside = measurement.largest_tangent, measurement.engine_seconds
@@ -253,27 +253,27 @@ class RunMonitor:
 
 
 @contextmanager
-def graceful_stop(watcher: RunMonitor) -> Iterator[None]:
+def graceful_stop(monitor: RunMonitor) -> Iterator[None]:
     """Stop the run after its step at Ctrl-C, SIGTERM or SIGHUP; at once at a second signal."""
 
     def stop(number: int, frame: object) -> None:
-        if watcher.stopped:
+        if monitor.stopped:
             ignore_interrupts()
             raise KeyboardInterrupt
-        watcher.stopped = True
-        watcher.note("stopping after this step; once more to stop at once")
+        monitor.stopped = True
+        monitor.note("stopping after this step; press Ctrl-C again to stop at once")
 
     with handle_signals(stop, ending_signals()):
         yield
 
 
 def describe_prompt(prompt: str | Sequence[Mapping[str, Any]]) -> str:
-    """Returns a prompt in one line: its text, or the content of its last message."""
-    return shown(prompt if isinstance(prompt, str) else prompt[-1]["content"])
+    """Return a prompt in one line: its text, or the content of its last message."""
+    return format_value(prompt if isinstance(prompt, str) else prompt[-1]["content"])
 
 
 def describe_changes(before: Sequence[str], after: Sequence[str]) -> str:
-    """Returns a sentence on how many sampled answers training changed; empty if there are none to compare."""
+    """Return a sentence on how many sampled answers training changed; empty if there are none to compare."""
     pairs = list(zip(before, after, strict=False))
     changed = sum(first != second for first, second in pairs)
     if not pairs:
@@ -302,18 +302,18 @@ def _figures_text(record: Record) -> str:
 
 
 def _evaluation(record: Record) -> Record:
-    """Returns the step, the loss and the metrics of a record."""
+    """Return the step, the loss and the metrics of a record."""
     return {name: record[name] for name in ("step", "loss", *METRIC_NAMES) if name in record}
 
 
 def _figures(record: Record, measurement: Measurement | None) -> Record:
-    """Returns the metrics of a step: loss, learning rate, tokens, and the size of its gradient."""
+    """Return the metrics of a step: loss, learning rate, tokens, and the size of its gradient."""
     figures = {name: record.get(name) for name in ("loss", "learning_rate", "tokens")}
     return {**figures, **_gradient_size(record, measurement)}
 
 
 def _gradient_size(record: Record, measurement: Measurement | None) -> Record:
-    """Returns the norm of a step's gradient, or the deviation of its projected gradients."""
+    """Return the norm of a step's gradient, or the deviation of its projected gradients."""
     if "gradient" in record:
         # Decoding the record's gradient, megabytes of text for a large adapter, takes time.
         gradient = None if measurement is None else measurement.gradient

@@ -143,12 +143,12 @@ def make_optimizer(
 
 
 def default_warmup_steps(steps: int) -> int:
-    """Returns the default number of warm-up steps, in which Adam learns the size of gradients."""
+    """Return the default number of warm-up steps, in which Adam learns the size of gradients."""
     return min(max(round(_WARMUP_SHARE * steps), _MIN_WARMUP), int(_MAX_WARMUP_SHARE * steps))
 
 
 def schedule(name: ScheduleName, peak: float, steps: int, warmup_steps: int = 0) -> Callable[[int], float]:
-    """Returns a function from a step, counted from 0, to its learning rate.
+    """Return a function from a step, counted from 0, to its learning rate.
 
     The learning rate rises linearly to `peak` during the warm-up, and then stays constant or falls to 0.
     """

@@ -16,7 +16,7 @@ _ASYMPTOTIC_FROM = 35.0
 
 
 def epsilon_of(parts: Sequence[tuple[float, int]], delta: float) -> float:
-    """Returns the epsilon of a composition of Gaussian mechanisms for a delta.
+    """Return the epsilon of a composition of Gaussian mechanisms for a delta.
 
     A composition of Gaussian mechanisms is a Gaussian mechanism whose inverse variance is the sum of theirs
     (Dong, Roth and Su 2019, arXiv 1905.02383, corollary 3.3), even if it is adaptive (Smith and Thakurta
@@ -45,13 +45,13 @@ def epsilon_of(parts: Sequence[tuple[float, int]], delta: float) -> float:
 
 
 def _delta_of(epsilon: float, mean: float) -> float:
-    """Returns the delta of a Gaussian mechanism; `mean` is sensitivity / standard deviation."""
+    """Return the delta of a Gaussian mechanism; `mean` is sensitivity / standard deviation."""
     above = 0.5 * math.erfc((epsilon / mean - mean / 2) / _ROOT_2)
     return above - math.exp(epsilon + _log_tail(epsilon / mean + mean / 2))
 
 
 def _log_tail(value: float) -> float:
-    """Returns the logarithm of the probability that a standard normal variable exceeds a value."""
+    """Return the logarithm of the probability that a standard normal variable exceeds a value."""
     if value < _ASYMPTOTIC_FROM:
         return math.log(0.5 * math.erfc(value / _ROOT_2))
     return -value * value / 2 - math.log(value * math.sqrt(2 * math.pi))

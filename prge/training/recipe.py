@@ -63,7 +63,7 @@ class Recipe(RunFlags):
 
     @classmethod
     def of(cls, settings: Any) -> Recipe:
-        """Returns the recipe of settings that have all of its fields."""
+        """Return the recipe of settings that have all of its fields."""
         return cls(**{each.name: getattr(settings, each.name) for each in fields(cls)})
 
     @classmethod
@@ -75,16 +75,16 @@ class Recipe(RunFlags):
         """
         if unknown := stored.keys() - {each.name for each in fields(cls)}:
             raise ConfigError(
-                "the run was started by an earlier version of prge:",
+                "The run was started by an earlier version of prge:",
                 [f"this version has no setting {', '.join(sorted(unknown))}"],
-                remedy="finish it with the version that run.json names, or start a new run from its adapter "
-                "with --adapter",
+                remedy="Finish it with the version that run.json names, or start a new run from its adapter "
+                "with --adapter.",
                 code="run-of-other-version",
             )
         return cls(**stored)
 
     def to_record(self) -> Record:
-        """Returns the recipe as a journal stores it."""
+        """Return the recipe as a journal stores it."""
         return asdict(self)
 
     def new_estimator(self) -> Estimator:
@@ -98,7 +98,7 @@ class Recipe(RunFlags):
         return Sampler(examples, self.batch_size, self.seed, self.loss_normalisation)
 
     def new_state(self, adapter: Adapter, heads: Heads) -> TrainingState:
-        """Returns the state before the first step, with a copy of the adapter that the run starts from."""
+        """Return the state before the first step, with a copy of the adapter that the run starts from."""
         adapter = adapter.copy()
         head_optimizer = None
         if heads.head is not None and self.head_learning_rate:
@@ -126,7 +126,7 @@ class Recipe(RunFlags):
         return PerValueRates(optimizer, np.concatenate(rates).astype(np.float32))
 
     def learning_rates(self) -> Callable[[int], dict[str, float]]:
-        """Returns a function from a step to its learning rates, by their names in the journal."""
+        """Return a function from a step to its learning rates, by their names in the journal."""
         peaks = {"learning_rate": self.learning_rate}
         if self.head_learning_rate:
             peaks["head_learning_rate"] = self.head_learning_rate

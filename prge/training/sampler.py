@@ -17,13 +17,13 @@ _ROW_ORDER_STREAM = 2**64 - 1
 
 @lru_cache(maxsize=4)
 def row_order(seed: int, epoch: int, rows: int) -> IntArray:
-    """Returns a random permutation for an epoch, i64 [rows], the same on every machine."""
+    """Return a random permutation for an epoch, i64 [rows], the same on every machine."""
     keys = philox(seed, epoch, _ROW_ORDER_STREAM, rows)
     return np.argsort(keys, kind="stable")
 
 
 def max_sequences(examples: Sequence[Example]) -> int:
-    """Returns the largest number of sequences of an example; 1 if there are no examples."""
+    """Return the largest number of sequences of an example; 1 if there are no examples."""
     return max((len(example.sequences) for example in examples), default=1)
 
 
@@ -58,18 +58,18 @@ class Sampler:
         self._sequences = [0]
 
     def examples_at(self, step: int) -> list[Example]:
-        """Returns the examples of a step, counted from 0, without weights of the normalisation."""
+        """Return the examples of a step, counted from 0, without weights of the normalisation."""
         count = len(self.examples)
         cursor = range(step * self.batch_size, (step + 1) * self.batch_size)
         return [self.examples[row_order(self.seed, i // count, count)[i % count]] for i in cursor]
 
     def batch(self, step: int) -> list[Example]:
-        """Returns the examples of a step, counted from 0, weighted according to the normalisation."""
+        """Return the examples of a step, counted from 0, weighted according to the normalisation."""
         examples = self.examples_at(step)
         return weighted_by_tokens(examples) if self.normalisation == "token" else examples
 
     def sequences(self, steps: int) -> int:
-        """Returns the number of sequences in the first `steps` steps."""
+        """Return the number of sequences in the first `steps` steps."""
         for step in range(len(self._sequences) - 1, steps):
             count = sum(len(example.sequences) for example in self.examples_at(step))
             self._sequences.append(self._sequences[-1] + count)

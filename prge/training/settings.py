@@ -42,7 +42,7 @@ class RowsFlags:
     else today."""
 
     def with_date(self: Rows) -> Rows:
-        """Returns the settings with today's date if they have no date."""
+        """Return the settings with today's date if they have no date."""
         return self if self.date else replace(self, date=Day(date.today().isoformat()))
 
 
@@ -153,7 +153,7 @@ class TrainingLoopFlags(OverflowFlags, LearningRateFlags):
         return default_warmup_steps(self.steps) if self.warmup_steps is None else self.warmup_steps
 
     def loop_settings(self, *, save_steps: int, until: int | None = None) -> TrainingSettings:
-        """Returns the settings of the training loop, which stops after `until` steps if that is given."""
+        """Return the settings of the training loop, which stops after `until` steps if that is given."""
         return TrainingSettings(
             steps=self.steps if until is None else until,
             seed=self.seed,
@@ -186,11 +186,11 @@ class TrainingFlags(TrainingLoopFlags, ExampleFlags):
     """Don't print progress."""
 
     def resolved(self: Flags) -> Flags:
-        """Returns the settings with absolute paths, to resume from any working directory."""
+        """Return the settings with absolute paths, to resume from any working directory."""
         return with_absolute_paths(self, keep=hub_names(self, _ROWS), path_texts=("model",))
 
     def shared_problems(self, steps: int | None) -> list[str]:
-        """Returns the problems of these settings; `steps` is the number of steps, if it is known."""
+        """Return the problems of these settings; `steps` is the number of steps, if it is known."""
         problems = bound_problems(self)
         if steps is not None:
             problems += [

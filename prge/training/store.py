@@ -10,8 +10,8 @@ from typing import Protocol
 from prge.errors import ConfigError
 from prge.formats.journal import Journal, Record
 from prge.formats.run_folder import CHECKPOINTS, CONFIG, FINAL
-from prge.formats.stored_settings import is_own_file, write_settings
-from prge.training.checkpoint import TrainingState, keep_state, load_best, load_latest, write_result
+from prge.formats.stored_settings import is_signed_file, write_settings
+from prge.training.checkpoint import TrainingState, load_best, load_latest, save_and_prune, write_result
 from prge.training.estimators.protocol import Estimator, EstimatorSequence
 from prge.training.estimators.table import EstimatorFlags
 from prge.training.recipe import Recipe
@@ -35,11 +35,11 @@ class Store(Protocol):
         ...
 
     def estimator(self, recipe: Recipe) -> Estimator:
-        """Returns the estimator of the session's steps."""
+        """Return the estimator of the session's steps."""
         ...
 
     def resume(self, first: TrainingState) -> TrainingState:
-        """Returns the state to continue from; `first` is the recipe's state before the first step."""
+        """Return the state to continue from; `first` is the recipe's state before the first step."""
         ...
 
     def save(self, state: TrainingState) -> None:
@@ -102,14 +102,14 @@ class RunStore:
                 problems.append("the objective is different")
         if problems:
             raise ConfigError(
-                "the run was started with other settings:",
+                "The run was started with other settings:",
                 problems,
-                remedy="resume without them, or start a new run in another folder"
-                + ("; --change-estimator lets these differ" if changed and refused <= CHANGEABLE else ""),
+                remedy="Resume without them, or start a new run in another folder"
+                + ("; --change-estimator lets these differ." if changed and refused <= CHANGEABLE else "."),
                 code="settings-changed",
             )
         # Once a user resumes a run of another machine with its settings, they are signed as the user's own.
-        if changed or not is_own_file(self.folder / CONFIG):
+        if changed or not is_signed_file(self.folder / CONFIG):
             write_settings(self.folder / CONFIG, config)
         if changed:
             self.journal.append(
@@ -127,7 +127,7 @@ class RunStore:
 
     def save(self, state: TrainingState) -> None:
         """See Store; checkpoints that are no longer needed are removed."""
-        keep_state(self.folder, state, self.template, self.journal, self.save_steps, self.keep_gradients)
+        save_and_prune(self.folder, state, self.template, self.journal, self.save_steps, self.keep_gradients)
 
     def write_result(self, state: TrainingState) -> Path:
         """Write the adapter of the best step to `final/`; return that folder."""
@@ -137,12 +137,12 @@ class RunStore:
 
 
 def settings_records(journal: Journal) -> list[Record]:
-    """Returns the records of a journal that hold settings: the start and all changes."""
+    """Return the records of a journal that hold settings: the start and all changes."""
     return [record for record in journal.records if record["type"] in ("start", CHANGE)]
 
 
 def load_estimator(journal: Journal) -> Estimator:
-    """Returns the estimator of a journal's run, which uses the estimator of the time for each step."""
+    """Return the estimator of a journal's run, which uses the estimator of the time for each step."""
     since = []
     for record in settings_records(journal):
         with journal.reading(record):

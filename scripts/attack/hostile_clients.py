@@ -230,7 +230,7 @@ def _make_request(random: Random, **changes: Any) -> tuple[str, bytes]:
 
 
 def _page(server: _Server, random: Random) -> Request:
-    """A web page, which can't choose its Host and Origin, nor send JSON without permission."""
+    """Send what a web page can, which doesn't choose Host and Origin, nor sends JSON without permission."""
     path, body = _make_request(random)
     local, foreign = random.choice(TABLES["local_hosts"]), random.choice(TABLES["foreign_hosts"])
     scheme, content_type = random.choice(["http://", "https://"]), random.choice(TABLES["content_types"])
@@ -247,7 +247,7 @@ def _page(server: _Server, random: Random) -> Request:
 
 
 def _garbage(server: _Server, random: Random) -> Request:
-    """A body that is not JSON, or not a valid request."""
+    """Send a body that is not JSON, or not a valid request."""
     path, body = _make_request(random)
     if random.random() < 0.125:
         changed = bytearray(body)
@@ -268,7 +268,7 @@ def _garbage(server: _Server, random: Random) -> Request:
 
 
 def _field(server: _Server, random: Random) -> Request:
-    """A field with a strange value, often of a wrong type."""
+    """Send a field with a strange value, often of a wrong type."""
     name = random.choice([*TABLES["types"], "stream", "metadata", "user", "logprobs", "colour"])
     value = random.choice(TABLES["strange"])
     path = {"messages": _CHAT, "prompt": _COMPLETIONS}.get(name) or random.choice([*_NORMAL_REQUESTS])
@@ -279,7 +279,7 @@ def _field(server: _Server, random: Random) -> Request:
 
 
 def _extreme_values(server: _Server, random: Random) -> Request:
-    """Numbers, lists and bodies that are far too large."""
+    """Send numbers, lists and bodies that are far too large."""
     path, body = _make_request(random, **random.choice(_EXTREME_VALUES))
     if random.random() >= 0.3:
         return Request(server.request(path, body))
@@ -296,7 +296,7 @@ def _extreme_values(server: _Server, random: Random) -> Request:
 
 
 def _head(server: _Server, random: Random) -> Request:
-    """An incomplete head, garbage, or contradictory headers."""
+    """Send an incomplete head, garbage, or contradictory headers."""
     path, body = _make_request(random)
     whole = server.request(path, body)
     version = random.choice([b"HTTP/9.9", b"HTTP/1.0", b"HTTP/2", b"", b"HTTP/1.1 x"])
@@ -326,7 +326,7 @@ def _head(server: _Server, random: Random) -> Request:
 
 
 def _slow(server: _Server, random: Random) -> Request:
-    """A body that stops in the middle, while other clients are served."""
+    """Send a body that stops in the middle, and check that other clients are served."""
     path, body = _make_request(random)
     request = server.request(path, body, **{"Content-Length": str(random.choice([len(body), 60_000]))})
     request = request[: random.randrange(len(request) - len(body), len(request) - 1)]
@@ -334,7 +334,7 @@ def _slow(server: _Server, random: Random) -> Request:
 
 
 def _crowd(server: _Server, random: Random) -> Request:
-    """More connections than the server accepts, all of which wait."""
+    """Open more connections than the server accepts, all of which wait."""
     head = random.choice([b"", b"GET /health HTTP/1.1\r\n", server.head("POST", _CHAT, Content_Length="9")])
     return _hold_connections(server, head, random.choice([20, 300]), OSError)
 
@@ -365,7 +365,7 @@ def _check_other_client(server: _Server) -> Judgement:
 
 
 def _pipeline(server: _Server, random: Random) -> Request:
-    """Several requests at once on a connection, with garbage among them."""
+    """Send several requests at once on a connection, with garbage among them."""
     variants = [server.request(*_make_request(random)), server.head("GET", "/health"), b"\0\0\r\n\r\n"]
     requests = random.choices(variants, [6, 3, 1], k=random.randint(2, 12))
     request = b"".join(requests) + server.head("GET", "/health", Connection="close")
@@ -382,7 +382,7 @@ def _pipeline(server: _Server, random: Random) -> Request:
 
 
 def _chunks(server: _Server, random: Random) -> Request:
-    """A body in chunks, of which some are none."""
+    """Send a body in chunks, of which some are malformed."""
     path, body = _make_request(random)
     cut = random.randrange(len(body))
     chunks = [b"%x\r\n%s\r\n" % (len(part), part) for part in (body[:cut], body[cut:]) if part]
@@ -393,7 +393,7 @@ def _chunks(server: _Server, random: Random) -> Request:
 
 
 def _leaving(server: _Server, random: Random) -> Request:
-    """Clients that leave in the middle of a stream or before an answer."""
+    """Disconnect in the middle of a stream or before an answer."""
     path, body = _make_request(random, stream=random.random() < 0.7, max_tokens=1000, n=random.choice([1, 8]))
     request = server.request(path, body)
 
@@ -411,7 +411,7 @@ def _leaving(server: _Server, random: Random) -> Request:
 
 
 def _path(server: _Server, random: Random) -> Request:
-    """Paths outside the server's API."""
+    """Request paths outside the server's API."""
     method = random.choice(["GET", "GET", "POST", "HEAD", "DELETE"])
     request = server.head(
         method, random.choice(TABLES["paths"]), Content_Length="2" if method == "POST" else ""
@@ -420,7 +420,7 @@ def _path(server: _Server, random: Random) -> Request:
 
 
 def _runs(server: _Server, random: Random) -> Request:
-    """Invalid, missing or finished runs; web pages ask for them, too."""
+    """Request invalid, missing or finished runs, also from a web page."""
     foreign = random.choice(TABLES["foreign_hosts"])
     pages = [{"Host": foreign}, {"Origin": f"http://{foreign}"}, {"Sec_Fetch_Site": "cross-site"}]
     path, headers = f"run={random.choice(TABLES['runs'])}", random.choice([{}, *pages])
@@ -431,14 +431,14 @@ def _runs(server: _Server, random: Random) -> Request:
 
 
 def _event_streams(server: _Server, random: Random) -> Request:
-    """More event streams of a run than the server accepts, from clients that read nothing."""
+    """Open more event streams of a run than the server accepts, from clients that read nothing."""
     return _hold_connections(
         server, server.head("GET", "/v1/runs/events?run=run"), random.choice([1, 16, 40])
     )
 
 
 def _feedback(server: _Server, random: Random) -> Request:
-    """Feedback on a completion: strange, far too long, and sent twice."""
+    """Send feedback on a completion: strange, far too long, or twice."""
     completion_request = server.request(_COMPLETIONS, json.dumps(_NORMAL_REQUESTS[_COMPLETIONS]).encode())
     name = random.choice(["id", "index", "rating", "correction", "file"])
     value = random.choice([*TABLES["strange"], "a" * random.choice([1, 100_000, 3_000_000]), "\0", "good"])
@@ -459,7 +459,7 @@ def _feedback(server: _Server, random: Random) -> Request:
 
 
 def _key(server: _Server, random: Random) -> Request:
-    """A missing, nearly correct, long or strange key."""
+    """Send a missing, nearly correct, long or strange key."""
     authorization = random.choice([*TABLES["keys"], "Bearer {key}"]).format(key=KEY)
     path, body = _make_request(random)
     needs = f"the key {authorization!r}" if server.key and authorization != f"Bearer {KEY}" else ""

@@ -128,7 +128,7 @@ DOCUMENTS: dict[str, Any] = {
 
 
 def _document(workshop: Workshop, random: Random, folder: Path) -> Input:
-    """A hostile task, configuration or JSON file of an adapter."""
+    """Write a hostile task, configuration or JSON file of an adapter."""
     case_name, content = random_entry(random, DOCUMENTS)
     where = random.choice(["task", "config", "task of eval", "adapter_config.json", "hashes.json"])
     names = {"config": ["steps", "learning_rate", "lengths", "quiet"], "hashes.json": ["a"]}
@@ -150,7 +150,7 @@ def _document(workshop: Workshop, random: Random, folder: Path) -> Input:
 
 
 def _template(workshop: Workshop, random: Random, folder: Path) -> Input:
-    """A bundle with a hostile chat template and valid hashes."""
+    """Write a bundle with a hostile chat template and valid hashes."""
     case_name, source = random_entry(random, TABLES["templates"])
     bundle = Path(shutil.copytree(workshop.bundle("decoder"), folder / "bundle"))
     _write(bundle / "tokenizer" / "chat_template.jinja", source)
@@ -165,7 +165,7 @@ def _template(workshop: Workshop, random: Random, folder: Path) -> Input:
 
 
 def _tokenizer(workshop: Workshop, random: Random, folder: Path) -> Input:
-    """A bundle with a hostile tokenizer.json and valid hashes."""
+    """Write a bundle with a hostile tokenizer.json and valid hashes."""
     bundle = Path(shutil.copytree(workshop.bundle("decoder"), folder / "bundle"))
     mutation = change_tokenizer(bundle / "tokenizer" / "tokenizer.json", random)
     damage.rehash_bundle(bundle)
@@ -179,7 +179,7 @@ def _tokenizer(workshop: Workshop, random: Random, folder: Path) -> Input:
 
 
 def _parquet(workshop: Workshop, random: Random, folder: Path) -> Input:
-    """Rows in a hostile parquet file."""
+    """Write rows in a hostile parquet file."""
     case_name, (write, is_refused) = random_entry(random, hostile_parquet.MUTATIONS)
     path = folder / "rows.parquet"
     write(path, random)
@@ -191,7 +191,7 @@ def _parquet(workshop: Workshop, random: Random, folder: Path) -> Input:
 
 
 def _manifest(workshop: Workshop, random: Random, folder: Path) -> Input:
-    """A manifest with a large number and a valid hash."""
+    """Write a bundle whose manifest has a large number and a valid hash."""
     bundle_type = random.choice(workshop.bundle_types)
     bundle = Path(shutil.copytree(workshop.bundle(bundle_type), folder / "bundle"))
     manifest = json.loads((bundle / "manifest.json").read_text())
@@ -224,7 +224,7 @@ _TAKES_LONG = frozenset({"steps", "batches"})
 
 
 def _flag(workshop: Workshop, random: Random, folder: Path) -> Input:
-    """A flag of a verb with an impossible or unusual value."""
+    """Give a flag of a verb an impossible or unusual value."""
     verb = random.choice([*_VERBS, "run", "run", "eval"])
     settings, make = _VERBS[verb]
     name = random.choice([item.name for item in dataclasses.fields(settings)])
@@ -235,7 +235,7 @@ def _flag(workshop: Workshop, random: Random, folder: Path) -> Input:
 
 
 def _bounds(workshop: Workshop, random: Random, folder: Path) -> Input:
-    """Numbers that are out of bounds."""
+    """Give a flag a number that is out of bounds."""
     chosen = random.choice(TABLES["bounds"])
     arguments = _run(workshop, folder, *chosen.split())
     return Input(f"bounds: {chosen[:40]}", arguments, bounds=_SOON)
@@ -254,7 +254,7 @@ ROWS: list[tuple[str, str, Any]] = [
 
 
 def _rows(workshop: Workshop, random: Random, folder: Path) -> Input:
-    """A file with unusual rows."""
+    """Write a file with unusual rows."""
     ending, case_name, content = random.choice(ROWS)
     path = _write(folder / f"rows.{ending}", content)
     # A reader may hold a row twice, and its tokens need memory too.
@@ -282,7 +282,7 @@ def _unread(numbers: Sequence[int]) -> None:
 
 
 def _streams(workshop: Workshop, random: Random, folder: Path) -> list[Case]:
-    """Standard streams that fail: training must go on, and the journal's file descriptor must be another."""
+    """Train with standard streams that fail, which must neither end the run nor reach the journal's file."""
     refuse = random.choice([_close, _full, _unread])
     numbers = random.choice([[1], [2], [1, 2], [0, 1, 2]])
     arguments = [word for word in _run(workshop, folder) if word != "--quiet"]
@@ -292,7 +292,7 @@ def _streams(workshop: Workshop, random: Random, folder: Path) -> list[Case]:
 
 
 def _full_disk(workshop: Workshop, random: Random, folder: Path) -> list[Case]:
-    """A disk that becomes full: the run must report it, and resume when there is room."""
+    """Fill the disk during a run, which must report it, and resume when there is room."""
     arguments = [*_run(workshop, folder, "--save-steps", 1), "--steps", 6]
     whole = run_prge([*arguments, "--out", folder / "whole"])
     small = random.choice([0, random.randrange(20_000), random.randrange(4000)])
@@ -328,7 +328,7 @@ def _weights(run: Path) -> bytes:
 
 
 def _little_memory(workshop: Workshop, random: Random, folder: Path) -> Input:
-    """Too little memory: the message must say so."""
+    """Run with too little memory, which the message must report."""
     bundle_type = random.choice(workshop.bundle_types)
     memory = random.randrange(MEGABYTE, 90 * MEGABYTE)
     limits = dataclasses.replace(_LIMITS, memory=memory)
@@ -338,7 +338,7 @@ def _little_memory(workshop: Workshop, random: Random, folder: Path) -> Input:
 
 
 def _names(workshop: Workshop, random: Random, folder: Path) -> list[Case]:
-    """Folders with unusual names, in a process of its own, whose encoding is chosen at its start."""
+    """Train in folders with unusual names, in a process of its own, whose encoding is chosen at its start."""
     name = random.choice(TABLES["names"])
     environment: Mapping[str, str] = {**os.environ, "LC_ALL": "C", "PYTHONPATH": str(REPOSITORY)}
     began = [str(word) for word in _run(workshop, folder)]
@@ -355,7 +355,7 @@ def _names(workshop: Workshop, random: Random, folder: Path) -> list[Case]:
 
 
 def _bad_paths(workshop: Workshop, random: Random, folder: Path) -> Input:
-    """Paths that can't hold a run."""
+    """Give a path that can't hold a run."""
     _write(folder / "file", "kept")
     (folder / "nowhere").symlink_to(folder / "missing" / "place")
     os.mkfifo(folder / "pipe")
@@ -364,7 +364,7 @@ def _bad_paths(workshop: Workshop, random: Random, folder: Path) -> Input:
 
 
 def _two_at_once(workshop: Workshop, random: Random, folder: Path) -> list[Case]:
-    """Two processes that start or resume the same run: one gets it, the other is refused."""
+    """Start and resume the same run in two processes: one gets it, the other is refused."""
     arguments = [*_run(workshop, folder), "--steps", 12, "--save-steps", 1]
     resume = ["run", "--resume", folder / "out"]
     result, resumed = (

@@ -164,7 +164,7 @@ class Report:
                 part: {
                     "verdicts": of(part, self.verdicts),
                     "cases": of(part, self.case_names),
-                    "most_memory_mb": round(self.memory[part] / 1e6),
+                    "max_memory_mb": round(self.memory[part] / 1e6),
                 }
                 for part in sorted({part for part, _ in self.verdicts})
             },

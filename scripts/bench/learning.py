@@ -124,7 +124,7 @@ def count_steps(journal: Path) -> int:
 def measure(
     bundle: Path, rows: Path, requests: int, tokens: int, threads: int, folder: Path
 ) -> dict[str, Any]:
-    """All figures."""
+    """Measure all figures."""
     examples = [(str(row.fields["prompt"]), str(row.fields["completion"])) for row in read_rows(rows)]
     learn = folder / "learn"
     learn.mkdir()

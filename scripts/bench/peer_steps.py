@@ -142,7 +142,7 @@ def export_joint(folder: Path, trial: dict[str, Any]) -> None:
             self.register_buffer("positions", positions)
 
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            """tokens i64 [batch, length] -> f32 []."""
+            """Return the loss f32 [] of tokens i64 [batch, length]."""
             outputs = self.tuned(input_ids=tokens, position_ids=self.positions, use_cache=False)
             return -readout.log_probabilities(outputs.logits[:, :-1], tokens[:, 1:]).mean()
 

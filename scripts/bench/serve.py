@@ -141,9 +141,9 @@ def generated_texts(
 
 
 def drafted_texts(method: str, folder: Path, prompt: int, new: int, threads: int) -> Measurements:
-    """Generate dictated texts with a bundle, with drafts and without."""
+    """Generate given texts by teacher forcing, with drafts and without."""
     import numpy as np
-    from dictated import DictatedEngine, of_few_words, repeating
+    from teacher_forcing import TeacherForcedEngine, of_few_words, repeating
     from tokenizers import Tokenizer as Backend
 
     from device_runner.engines.generator import open_generation_engine
@@ -156,7 +156,7 @@ def drafted_texts(method: str, folder: Path, prompt: int, new: int, threads: int
     tokenizer = Tokenizer(Backend.from_file(str(folder / "llm" / "tokenizer.json")))
     yield ()
     bundle = open_bundle(folder / "bundle")
-    engine = DictatedEngine(open_generation_engine(bundle, threads=threads, engine="native"))
+    engine = TeacherForcedEngine(open_generation_engine(bundle, threads=threads, engine="native"))
     adapter = read_peft(bundle.adapter, bundle.chain.modules)
     generator, random = Generator(engine, tokenizer), np.random.default_rng(0)
     while True:
@@ -168,7 +168,7 @@ def drafted_texts(method: str, folder: Path, prompt: int, new: int, threads: int
                 settings = GenerationSettings(new, draft=draft)
                 (completion,) = generator.generate([Request(prompt_tokens, adapter, settings)])
                 if list(completion.tokens) != engine.text[prompt:]:
-                    raise ValueError("the completion differs from the dictated text")
+                    raise ValueError("the completion differs from the given text")
                 seconds.append(completion.decode_seconds)
         generator.close()
         yield seconds

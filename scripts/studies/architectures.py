@@ -10,7 +10,7 @@ with a time limit tries each:
     gradient_error  error of the engine's exact gradient against autograd on the whole model in double
                     precision, relative to its largest entry; of whole rows and, for a decoder, rows in chunks
     tangent_error   the same for jvp
-    spoke           eight tokens equal transformers' greedy generation
+    generates       eight tokens equal transformers' greedy generation
     published       PEFT computes the same with the published adapter
     code, why_not   of the refusal: a short name, and its sentence
     defect          of an exception that is no refusal: type, message and line
@@ -41,7 +41,7 @@ from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[2]
 FIGURES = (
-    *("exported", "gradient_error", "tangent_error", "spoke", "published", "code", "why_not", "defect"),
+    *("exported", "gradient_error", "tangent_error", "generates", "published", "code", "why_not", "defect"),
     *("only_graphs", "seconds", "commit"),
 )
 OUTCOMES = ("works", "only graphs", "wrong", "refused", "defect", "not made")
@@ -54,16 +54,17 @@ _PAGE = """\
 # Architectures
 
 Written by `python scripts/studies/architectures.py --json docs/architectures.json --markdown
-docs/architectures.md`, which says of every text model type of transformers {version} what became of a tiny
-model with random weights, in float32. A type works if it is exported with all roles, exact gradients and
-tangents of whole rows and of rows in pieces differ from autograd's by less than 1e-4 of the largest, eight
-tokens are those of transformers' greedy generation, and PEFT computes the same with the published adapter.
+docs/architectures.md`: for every text model type of transformers {version}, a tiny model with random
+weights was tried in float32. A type works if it is exported with all roles, exact gradients and
+tangents of whole rows and of rows in chunks differ from autograd's by less than 1e-4 of the largest
+value, eight generated tokens equal those of transformers' greedy generation, and PEFT computes the same
+with the published adapter.
 
-A refusal has a code and a sentence, which a user meets. A defect is an exception that is no refusal: it is
-ours to mend. Of a type with only graphs, the graphs of all roles were compared with autograd and with the
-model, to 1e-5 of the largest, and no engine ran them yet. A recurrent decoder keeps a state whose size
-doesn't depend on how many tokens it has read. `docs/architectures.json` has the commit that each type was
-last tried with: a change of one architecture tries that one again.
+A refusal has a code and a message for the user. A defect is any other exception, which is a bug of
+prge. For a type with only graphs, the graphs of all roles were compared with autograd and with the
+model, to 1e-5 of the largest value, but no engine has run them yet. A recurrent decoder keeps a state
+whose size doesn't depend on how many tokens it has read. `docs/architectures.json` has the commit with
+which each type was last tried: after a change of one architecture, only that type is tried again.
 """
 
 
@@ -197,7 +198,7 @@ def check_bundle(folder: Path, figures: dict[str, Any], scheme: str, roles: Sequ
     )
 
     # Longer rows are processed in chunks.
-    with patch.multiple(chain, MOST_WHOLE_TOKENS=2 * _CHUNK, _SHORT=_CHUNK, _SHORTEST_CHUNK=2):
+    with patch.multiple(chain, MAX_WHOLE_TOKENS=2 * _CHUNK, _SHORT=_CHUNK, _SHORTEST_CHUNK=2):
         settings: dict[str, Any] = {"rank": 2, "sequence_length": _LENGTH, "context": 2 * _LENGTH}
         settings |= {"quantize": scheme} | ({"roles": [*roles]} if roles else {})
         export(ExportConfig(str(folder / "model"), folder / "bundle", **settings))
@@ -210,7 +211,7 @@ def check_bundle(folder: Path, figures: dict[str, Any], scheme: str, roles: Sequ
             figures["tangent_error"] = max(tangent_error(folder, bundle, length) for length in lengths)
         if "decode" in bundle.chain.roles:
             tokens, expected = spoken_and_expected(folder, bundle, _WRITTEN)
-            figures["spoke"] = tokens == expected
+            figures["generates"] = tokens == expected
         figures["published"] = published_error(folder, bundle) < TOLERANCE
 
 

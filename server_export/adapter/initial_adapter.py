@@ -83,7 +83,7 @@ class StartAdapter:
 
 
 def start_adapter(
-    config: ExportConfig, outline: LoadedModel, had_conv1d: bool, unread: Collection[str] = ()
+    config: ExportConfig, outline: LoadedModel, had_conv1d: bool, unadapted: Collection[str] = ()
 ) -> StartAdapter:
     """Return the adapter of an export's settings, for a model with or without weights.
 
@@ -91,14 +91,14 @@ def start_adapter(
         config: the export's settings.
         outline: the model.
         had_conv1d: whether its linear layers were GPT-2's Conv1D.
-        unread: names of modules whose layers are only adapted if they are named.
+        unadapted: names of modules whose layers are only adapted if they are named.
 
     Raises:
         PrgeError: the adapter or the settings can't be used.
     """
     parameters = parameter_count(outline.model)
     start = read_lora(config.start_adapter) if config.start_adapter is not None else None
-    rank, alpha, targets, names = _adapted_layers(config, outline, start, unread)
+    rank, alpha, targets, names = _adapted_layers(config, outline, start, unadapted)
     lora_a, lora_b = _matrices(config, outline.model, start, names)
     alphas = {
         name: alpha if start is None else start.alpha_of(adapter_name) for name, adapter_name in names.items()
@@ -119,14 +119,14 @@ def start_adapter(
 
 
 def _adapted_layers(
-    config: ExportConfig, outline: LoadedModel, start: PeftAdapter | None, unread: Collection[str]
+    config: ExportConfig, outline: LoadedModel, start: PeftAdapter | None, unadapted: Collection[str]
 ) -> tuple[int, float, str | list[str], dict[str, str]]:
     """Return rank, alpha, target modules, and the adapter's name of each adapted layer, in module order."""
     model = outline.model
     if start is not None:
         return start.rank, start.alpha, start.target_modules, match_start_adapter(model, start)
-    targets = normalize_target_modules(config.target_modules or default_target_modules(model, unread))
-    names = match_target_modules(model, targets, unread)
+    targets = normalize_target_modules(config.target_modules or default_target_modules(model, unadapted))
+    names = match_target_modules(model, targets, unadapted)
     refused = refused_by_peft(model, names)
     loadable = [name for name in names if name not in refused]
     is_named = bool(config.target_modules) and targets != ALL_LINEAR

@@ -134,8 +134,8 @@ def usual_target_modules(model: nn.Module) -> str | list[str] | None:
     return next((list(names) for names in choices), None)
 
 
-def default_target_modules(model: nn.Module, unread: Collection[str] = ()) -> str | list[str]:
-    """Return the usual target modules, or all linear layers of the blocks except those in `unread` modules.
+def default_target_modules(model: nn.Module, unadapted: Collection[str] = ()) -> str | list[str]:
+    """Return the usual target modules, or all linear layers of the blocks but those in `unadapted` modules.
 
     Raises:
         ConfigError: the blocks have no linear layers.
@@ -143,15 +143,15 @@ def default_target_modules(model: nn.Module, unread: Collection[str] = ()) -> st
     usual = usual_target_modules(model)
     if usual is not None:
         return usual
-    return _block_linear_names(model, unread)
+    return _block_linear_names(model, unadapted)
 
 
 def _linear_names(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
 
 
-def _block_linear_names(model: nn.Module, unread: Collection[str]) -> list[str]:
-    """Return the names of all linear layers of the blocks, except those in `unread` modules."""
+def _block_linear_names(model: nn.Module, unadapted: Collection[str]) -> list[str]:
+    """Return the names of all linear layers of the blocks, except those in `unadapted` modules."""
     try:
         blocks = tuple(f"{name}." for name in block_names(model))
     except ConfigError:
@@ -161,7 +161,7 @@ def _block_linear_names(model: nn.Module, unread: Collection[str]) -> list[str]:
             remedy="Use another checkpoint.",
             code="no-linear-layers",
         ) from None
-    excluded = tuple(f"{name}." for name in unread)
+    excluded = tuple(f"{name}." for name in unadapted)
     return [n for n in _linear_names(model) if n.startswith(blocks) and not n.startswith(excluded)]
 
 
@@ -176,14 +176,14 @@ def normalize_target_modules(target_modules: str | Sequence[str]) -> str | list[
 
 
 def match_target_modules(
-    model: nn.Module, target_modules: str | Sequence[str], unread: Collection[str] = ()
+    model: nn.Module, target_modules: str | Sequence[str], unadapted: Collection[str] = ()
 ) -> list[str]:
     """Return the names of the linear layers that PEFT adapts, in module order; never the output head.
 
     Args:
         model: the model, with or without weights.
         target_modules: target modules with PEFT's meaning.
-        unread: names of modules whose layers `all-linear` leaves out.
+        unadapted: names of modules whose layers `all-linear` leaves out.
 
     Raises:
         ConfigError: nothing matches, or a match is not a linear layer.
@@ -194,7 +194,7 @@ def match_target_modules(
     modules = dict(model.named_modules())
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if targets == ALL_LINEAR:
-        return _block_linear_names(model, unread)
+        return _block_linear_names(model, unadapted)
     settings = SimpleNamespace(target_modules=targets, target_parameters=None)
     matched = [name for name in modules if name and check_target_module_exists(settings, name)]
     problems = [

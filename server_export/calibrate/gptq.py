@@ -16,10 +16,9 @@ from server_export.quantize.quantization import GROUP_SIZE, Int4Weight
 
 # Share of the mean of a second moment's diagonal that is added to the diagonal, as in the paper's code.
 _DAMPING = 0.01
-# Inputs per second moment. Wider layers have several moments: errors are compensated within each, and
-# memory grows
-# linearly with the width.
-MOST_INPUTS = 4096
+# Inputs per second moment. Wider layers have several moments: errors are compensated within each, and memory
+# grows linearly with the width.
+MAX_INPUTS = 4096
 # Columns that are rounded before their errors are applied to all later columns at once.
 _COLUMNS = 128
 # Candidates for a group's scale, relative to the smallest scale that covers all of its weights.
@@ -28,14 +27,14 @@ _LOWEST, _HIGHEST = -8, 7
 
 
 class SecondMoment:
-    """The second moment of a layer's inputs, in ranges of at most `MOST_INPUTS` inputs.
+    """The second moment of a layer's inputs, in ranges of at most `MAX_INPUTS` inputs.
 
     Args:
         inputs: the width of the layer's inputs, a multiple of GROUP_SIZE.
     """
 
     def __init__(self, inputs: int) -> None:
-        self._pieces = [
+        self._moments = [
             torch.zeros(len(range_of_inputs), len(range_of_inputs))
             for range_of_inputs in _input_ranges(inputs)
         ]
@@ -44,18 +43,18 @@ class SecondMoment:
     @property
     def is_known(self) -> bool:
         """Whether there were at least as many states as inputs, so that every direction is measured."""
-        return self._tokens >= max(map(len, self._pieces))
+        return self._tokens >= max(map(len, self._moments))
 
     def add(self, states: torch.Tensor) -> None:
         """Add states f32 [tokens, inputs]."""
         self._tokens += len(states)
-        for range_of_inputs, total in zip(_input_ranges(states.shape[1]), self._pieces, strict=True):
+        for range_of_inputs, total in zip(_input_ranges(states.shape[1]), self._moments, strict=True):
             selected = states[:, range_of_inputs.start : range_of_inputs.stop]
             total.addmm_(selected.T, selected)
 
     def factors(self) -> Iterator[torch.Tensor]:
         """Yield the upper Cholesky factor f32 of the damped inverse for each range of inputs."""
-        for total in self._pieces:
+        for total in self._moments:
             damped = total / max(self._tokens, 1)
             diagonal = damped.diagonal()
             # A column whose input was always zero is rounded to the nearest.
@@ -68,7 +67,7 @@ class SecondMoment:
 def _input_ranges(inputs: int) -> list[range]:
     """Return ranges of inputs of nearly equal size, each a multiple of GROUP_SIZE."""
     groups = inputs // GROUP_SIZE
-    count = -(-inputs // MOST_INPUTS)
+    count = -(-inputs // MAX_INPUTS)
     ends = [GROUP_SIZE * (groups * number // count) for number in range(count + 1)]
     return [range(start, end) for start, end in pairwise(ends)]
 

@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from server_export.calibrate.gptq import SecondMoment, gptq
 from server_export.calibrate.sensitivities import int4_layers
 from server_export.ir.block import InputObserver
+from server_export.model.blockwise import BlockwiseForward
 from server_export.model.chain import ModelChain
 from server_export.model.eager import EagerBlock
-from server_export.model.walk import BlockwiseForward
 from server_export.pipeline import with_scheme
 from server_export.progress import count_parts
 from server_export.quantize.quantization import Int4Weight, int8_weight

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from server_export.calibrate.gptq import round_to_nearest
+from server_export.model.blockwise import BlockwiseForward
 from server_export.model.chain import ModelChain
 from server_export.model.eager import EagerBlock
-from server_export.model.walk import BlockwiseForward
 from server_export.pipeline import with_scheme
 from server_export.progress import count_parts
 

@@ -34,7 +34,7 @@ def load_method(path: Path, method: str) -> Callable[..., Outputs]:
     def refusal() -> AbstractContextManager[None]:
         return refused_as(
             "engine-refuses-program",
-            "the engine refuses the program that was just lowered",
+            "The engine refuses the program that was just lowered",
             RuntimeError,
             remedy="Please report the problem with the name of the model.",
         )

@@ -157,7 +157,7 @@ def _own_roles(readout: str, roles: Collection[str]) -> tuple[str, ...]:
 
 
 def _has_int8_table(outline: ModelSizes, scheme: str) -> bool:
-    """Whether the export stores the embedding table in int8."""
+    """Return whether the export stores the embedding table in int8."""
     from server_export.quantize.quantization import EMBEDDING_BYTES
 
     return scheme != "fp32" and 4 * outline.table_numbers >= EMBEDDING_BYTES

@@ -19,7 +19,7 @@ from prge.engine import FloatArray
 from prge.errors import ConfigError, Refusal
 from prge.numerics.vocabulary_shards import TargetLogProbs
 from server_export.adapter.repeated_blocks import block_names
-from server_export.check.own_forward import refuse_if_transformers_fails
+from server_export.check.transformers_forward import refuse_if_transformers_fails
 from server_export.checkpoint.classifier import CheckpointClassifier, hidden_states_of
 from server_export.checkpoint.experts import expert_layers, is_dense_experts
 from server_export.checkpoint.files import ModelFiles

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from prge.data.tokenization.tokenizer import read_chat_template
-from prge.errors import ConfigError, DataError, PrgeError
+from prge.errors import ConfigError, DataError, PrgeError, as_clause
 from server_export.checkpoint.tokenization import adds_bos
 from server_export.settings import PrependBos
 
@@ -91,8 +91,8 @@ def _template_problem(source: str, tokenizer: Any) -> str | None:
         renderings = template.renderings(messages)
     except PrgeError as error:
         problems = error.problems if isinstance(error, DataError) else []
-        return "; ".join([error.what.splitlines()[0], *problems]).removeprefix("the bundle's ")
+        return "; ".join([as_clause(error.what), *problems]).removeprefix("the bundle's ")
     trained = [each.text[start:end] for each in renderings for start, end in each.spans]
     if _QUESTION not in prompt or not trained or any(_ANSWER not in text for text in trained):
-        return "The rendered text lacks the message of the user or of the assistant."
+        return "the rendered text lacks the message of the user or of the assistant"
     return None

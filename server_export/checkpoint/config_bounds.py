@@ -14,17 +14,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from prge.errors import Refusal, shown
+from prge.errors import Refusal, format_value
 from prge.system.sandbox import BoundedChild, LimitError
 
 # The largest int64.
 _LARGEST = (1 << 63) - 1
 # Lists and names of this many entries take a second or two at most.
-_MOST_UNBOUNDED = 1 << 18
+_MAX_UNBOUNDED = 1 << 18
 _SECONDS, _MEMORY = 3.0, 256 << 20
 # Published models have thousands of modules.
-MOST_MODULES = 1 << 16
-_MOST_PROBLEMS = 5
+MAX_MODULES = 1 << 16
+_MAX_PROBLEMS = 5
 _ARCHITECTURES = "architectures"
 # Sizes that are positive in every model.
 _SIZES = re.compile(
@@ -40,7 +40,7 @@ def config_problems(config: Mapping[str, object]) -> list[str]:
         *(_names_problem(value) for value in _values_of(_ARCHITECTURES, config)),
         *(_value_problem(name, value) for name, value in _leaves(config)),
     )
-    return [*filter(None, problems)][:_MOST_PROBLEMS]
+    return [*filter(None, problems)][:_MAX_PROBLEMS]
 
 
 def check_cost(config: Mapping[str, Any], path: str) -> None:
@@ -56,21 +56,21 @@ def check_cost(config: Mapping[str, Any], path: str) -> None:
     from transformers import CONFIG_MAPPING
 
     large = {
-        name: value for name, value in _leaves(config) if _is_number(value) and abs(value) > _MOST_UNBOUNDED
+        name: value for name, value in _leaves(config) if _is_number(value) and abs(value) > _MAX_UNBOUNDED
     }
     if not large:
         return
     for inner_type in {str(value) for name, value in _leaves(config) if name == "model_type"}:
         if inner_type in CONFIG_MAPPING:
             CONFIG_MAPPING[inner_type]  # imports the class, which the child process can't
-    largest = sorted(large.items(), key=lambda item: -abs(item[1]))[:_MOST_PROBLEMS]
+    largest = sorted(large.items(), key=lambda item: -abs(item[1]))[:_MAX_PROBLEMS]
     numbers = ", ".join(f"{name} = {value}" for name, value in largest)
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise Refusal(
             "config-out-of-bounds",
-            f"{path} does not describe a model: its model_type is {shown(model_type)}, and its largest "
-            f"numbers are {numbers}.",
+            f"{path} does not describe a model: its model_type is {format_value(model_type)}, and its "
+            f"largest numbers are {numbers}.",
             remedy="Correct the file, or use another model.",
         )
     try:
@@ -97,10 +97,10 @@ def limit_modules(path: str) -> Iterator[None]:
     def count_module(module: object, name: str, inner: object) -> None:
         nonlocal count
         count += 1
-        if count > MOST_MODULES:
+        if count > MAX_MODULES:
             raise Refusal(
                 "config-out-of-bounds",
-                f"{path} describes a model with more than {MOST_MODULES:,} modules, more than any model has.",
+                f"{path} describes a model with more than {MAX_MODULES:,} modules, more than any model has.",
                 remedy="Correct its numbers of layers and experts.",
             )
 
@@ -131,9 +131,9 @@ def _parse_config(request: bytes) -> bytes:
 def _value_problem(name: str, value: Any) -> str:
     """Return what is wrong with a value of a configuration; empty if nothing is."""
     if _SIZES.fullmatch(name) and value is not None and (not _is_number(value) or value < 1):
-        return f"{name} is {shown(value)} but must be a positive integer"
+        return f"{name} is {format_value(value)} but must be a positive integer"
     if _is_number(value) and abs(value) > _LARGEST:
-        return f"{name} is {shown(value)} but must fit into 64 bits"
+        return f"{name} is {format_value(value)} but must fit into 64 bits"
     return ""
 
 
@@ -141,7 +141,7 @@ def _names_problem(value: Any) -> str:
     """Return what is wrong with a list of names; empty if nothing is."""
     if value is None or (isinstance(value, list) and all(isinstance(each, str) for each in value)):
         return ""
-    return f"{_ARCHITECTURES} is {shown(value)} but must be a list of names"
+    return f"{_ARCHITECTURES} is {format_value(value)} but must be a list of names"
 
 
 def _values_of(key: str, value: Any) -> Iterator[Any]:

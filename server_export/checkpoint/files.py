@@ -18,10 +18,10 @@ from typing import Any
 
 import safetensors
 
-from prge.data.tokenization.tokenizer import MOST_TOKENIZER_BYTES
-from prge.errors import Refusal, first_line, shown
+from prge.data.tokenization.tokenizer import MAX_TOKENIZER_BYTES
+from prge.errors import Refusal, first_line, format_value
 from prge.formats.bundle import file_sha256
-from prge.formats.documents import MOST_JSON_BYTES, DocumentError, read_json
+from prge.formats.documents import MAX_JSON_BYTES, DocumentError, read_json
 from prge.formats.peft import CONFIG as ADAPTER_CONFIG
 from server_export.checkpoint.config_bounds import config_problems
 from server_export.checkpoint.gguf.files import gguf_paths, open_gguf
@@ -122,10 +122,10 @@ class ConfigOnlyFiles(ModelFiles):
 def _check_documents(folder: Path) -> None:
     """Refuse a folder with a configuration or tokenizer file that is too large to be read."""
     for path in sorted(folder.iterdir()):
-        if path.suffix in _DOCUMENTS and path.is_file() and path.stat().st_size > MOST_TOKENIZER_BYTES:
+        if path.suffix in _DOCUMENTS and path.is_file() and path.stat().st_size > MAX_TOKENIZER_BYTES:
             raise Refusal(
                 "file-too-large",
-                f"{path} has {path.stat().st_size:,} bytes; the maximum is {MOST_TOKENIZER_BYTES:,}.",
+                f"{path} has {path.stat().st_size:,} bytes; the maximum is {MAX_TOKENIZER_BYTES:,}.",
                 remedy="Download the model again, or save it again with `save_pretrained`.",
             )
 
@@ -240,8 +240,8 @@ def stored_pooling(files: ModelFiles) -> str | None:
     if len(pooling) != 1 or not pooling <= {*_POOLINGS.values()}:
         raise Refusal(
             "pooling-not-supported",
-            f"{path} pools by {shown(', '.join(sorted(pooling)))}; a bundle supports only the mean and the "
-            "first token.",
+            f"{path} pools by {format_value(', '.join(sorted(pooling)))}; a bundle supports only the mean "
+            "and the first token.",
             remedy="Choose one with --pooling mean or --pooling first.",
         )
     return pooling.pop()
@@ -269,7 +269,7 @@ def shard_names(index: Path) -> list[str]:
         if Path(name).name != name or "\\" in name or not name.endswith(".safetensors"):
             raise Refusal(
                 "index-leaves-folder",
-                f"{index} lists {shown(name)}, which is not a safetensors file in the same folder.",
+                f"{index} lists {format_value(name)}, which is not a safetensors file in the same folder.",
                 remedy="Copy or download the model again.",
             )
     return sorted(names)
@@ -323,7 +323,8 @@ def eos_token_ids(files: ModelFiles) -> list[int]:
         if any(type(token) is not int for token in tokens):
             raise Refusal(
                 "file-damaged",
-                f"The eos_token_id in {path} is {shown(value)} but must be one token id or a list of them.",
+                f"The eos_token_id in {path} is {format_value(value)} but must be one token id or a list "
+                "of them.",
                 remedy="Correct the file.",
             )
         ids.update(dict.fromkeys(tokens))
@@ -372,9 +373,9 @@ def stored_numel(files: ModelFiles, names: Collection[str] | None = None) -> int
     return total
 
 
-def _json_of(path: Path, most_bytes: int = MOST_JSON_BYTES, infinite: bool = False) -> Any:
+def _json_of(path: Path, max_bytes: int = MAX_JSON_BYTES, infinite: bool = False) -> Any:
     try:
-        return read_json(path, most_bytes, infinite)
+        return read_json(path, max_bytes, infinite)
     except (OSError, DocumentError) as error:
         raise Refusal(
             "file-damaged", f"Cannot read {path}: {error}.", remedy="Copy or download the model again."

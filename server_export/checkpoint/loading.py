@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from prge.errors import Refusal, first_line, refused_as, shown
+from prge.errors import Refusal, first_line, format_value, refused_as
 from server_export.checkpoint.classifier import (
     CheckpointClassifier,
     detach_classifier,
@@ -43,8 +43,8 @@ _HEADS = re.compile(r"^(cls|lm_head|classifier|pre_classifier|score|qa_outputs|p
 _POOLER = "pooler."
 _OTHER_PARTS = ("vision_config", "audio_config")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-_MOST_BUFFER_BYTES = 1 << 30
-_MOST_NAMES = 5
+_MAX_BUFFER_BYTES = 1 << 30
+_MAX_NAMES = 5
 _RESCALE = "rescale_every"
 # The number of next tokens that ProphetNet predicts, each from hidden states of its own.
 _STREAMS = "ngram"
@@ -240,7 +240,7 @@ def _open_config(files: ModelFiles, pooled: bool | None) -> _ModelConfig:
         whole = AutoConfig.from_pretrained(str(files.folder), trust_remote_code=False, local_files_only=True)
         text = whole if whole.is_encoder_decoder else whole.get_text_config()
         if not isinstance(text, PretrainedConfig):
-            raise ValueError(f"text_config is {shown(text)}")
+            raise ValueError(f"text_config is {format_value(text)}")
     if _is_encoder_alone(whole):
         whole.is_encoder_decoder = False
         text = whole
@@ -395,10 +395,10 @@ def check_size(files: ModelFiles, outline: nn.Module, part_of: str | None = None
             f"{needed:,} parameters, the weights hold {stored:,}.",
             remedy="Copy or download the model again.",
         )
-    if buffers > _MOST_BUFFER_BYTES:
+    if buffers > _MAX_BUFFER_BYTES:
         raise Refusal(
             "tables-too-large",
-            f"The buffers of {files.name} take {buffers:,} bytes; the maximum is {_MOST_BUFFER_BYTES:,}.",
+            f"The buffers of {files.name} take {buffers:,} bytes; the maximum is {_MAX_BUFFER_BYTES:,}.",
             remedy="Correct its config.json.",
         )
 
@@ -423,7 +423,7 @@ def _check_weights(
     messages = [f"it {what} {_join_names(sorted(keys))}" for what, keys in problems.items() if keys]
     messages += [first_line(ValueError(message)) for message in report.get("error_msgs", ())]
     if messages:
-        raise _other_weights(name, "; ".join(messages))
+        raise _other_weights_error(name, "; ".join(messages))
 
 
 def check_names(loaded: LoadedModel, files: ModelFiles) -> None:
@@ -444,7 +444,7 @@ def check_names(loaded: LoadedModel, files: ModelFiles) -> None:
     removed = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.Identity))
     unused = {name for name in {*names} - stored_names(files, model) if not name.startswith(removed)}
     if unused := {name for name in unused if not any(each.search(name) for each in ignorable)}:
-        raise _other_weights(files.name, f"it does not use {_join_names(sorted(unused))}")
+        raise _other_weights_error(files.name, f"it does not use {_join_names(sorted(unused))}")
 
 
 def _ignorable(model: Any, is_decoder: bool, stored: Collection[str]) -> list[re.Pattern[str]]:
@@ -458,7 +458,7 @@ def _ignorable(model: Any, is_decoder: bool, stored: Collection[str]) -> list[re
     return [BUFFERS, _HEADS, re.compile(rf"^(?!{re.escape(prefix)})")]
 
 
-def _other_weights(name: str, what: str) -> Refusal:
+def _other_weights_error(name: str, what: str) -> Refusal:
     return Refusal(
         "weights-incomplete",
         f"The weights of {name} don't match its configuration: {what}.",
@@ -467,8 +467,8 @@ def _other_weights(name: str, what: str) -> Refusal:
 
 
 def _join_names(names: Sequence[str]) -> str:
-    rest = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return ", ".join(names[:_MOST_NAMES]) + rest
+    rest = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return ", ".join(names[:_MAX_NAMES]) + rest
 
 
 def _check_is_text_model(config: Any, whole: Any, name: str) -> None:
@@ -484,7 +484,7 @@ def _check_is_text_model(config: Any, whole: Any, name: str) -> None:
     elif quantization:
         method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
         code, remedy = "quantized-already", UNQUANTIZED
-        reason = f"already quantized{f' ({shown(method)})' if method else ''}"
+        reason = f"already quantized{f' ({format_value(method)})' if method else ''}"
     elif config is whole and _needs_other_parts(config):
         code = "more-than-texts"
         reason = "a multimodal model, and transformers has no class for its text part alone"

@@ -26,8 +26,8 @@ from prge.formats.signatures import (
 )
 from server_export.derive.backward.joint import backpropagate
 from server_export.derive.backward.partition import partition
+from server_export.derive.continuation import continuation, logits_head
 from server_export.derive.jvp.transform import Dense, RankOne, Seed, differentiate
-from server_export.derive.past import continued, logits
 from server_export.ir.block import PORT, Block, port_of
 from server_export.ir.core import write_core_operators
 from server_export.ir.markers import BATCH, COPIES, PAST, QUERIES, TOKENS
@@ -41,11 +41,11 @@ _SHARE_VALUES = (Derivative.BACKWARD, Derivative.SAVE, Derivative.BACKWARD_SAVED
 
 
 def derive(block: Block, roles: Collection[str], saves: bool = True) -> dict[str, Block]:
-    """Returns the blocks of some roles by name.
+    """Return the blocks of some roles by name.
 
     Args:
         block: the block of a type, traced with markers; it is not modified.
-        roles: of prge.formats.signatures.ALL_ROLES; roles that a head doesn't have are left out.
+        roles: roles of prge.formats.signatures.ALL_ROLES; roles that a head doesn't have are left out.
         saves: whether `backward` is accompanied by `forward_save` and `backward_saved`.
 
     Raises:
@@ -59,7 +59,7 @@ def derive(block: Block, roles: Collection[str], saves: bool = True) -> dict[str
 
 
 def derive_together(block: Block, role: Role, saves: bool = True) -> dict[Role, Block]:
-    """Returns a block in a role, in core operators at marker sizes, and in roles derived from the same graph.
+    """Return a block in a role, in core operators at marker sizes, and in roles derived from the same graph.
 
     Batches and chunks have all derivatives. A single token has its value only: it takes the first slot of the
     past, whose size no input of a backward pass determines.
@@ -85,22 +85,22 @@ def derive_together(block: Block, role: Role, saves: bool = True) -> dict[Role, 
 
 
 def is_head(block: Block) -> bool:
-    """Returns whether a block is a vocabulary shard of a decoder's head."""
+    """Return whether a block is a vocabulary shard of a decoder's head."""
     return block.has_input(TARGETS)
 
 
 def _in_view(block: Block, role: Role) -> Block:
-    """Returns a block in the shapes of a view, as the derivative of the role needs them."""
+    """Return a block in the shapes of a view, as the derivative of the role needs them."""
     is_value = role.derivative is Derivative.VALUE
     match role.view:
         case View.CHUNK:
             one_row = block.sized((COPIES, 1), (BATCH, 1))
-            return continued(one_row, rows=1, tokens=TOKENS, past=PAST, any_lora_a=is_value)
+            return continuation(one_row, rows=1, tokens=TOKENS, past=PAST, any_lora_a=is_value)
         case View.TOKEN:
             if is_head(block):
-                return logits(block.sized((BATCH, 1), (TOKENS, 1)))
+                return logits_head(block.sized((BATCH, 1), (TOKENS, 1)))
             one_token = block.sized((BATCH, 1), (TOKENS, 1))
-            return continued(one_token, rows=COPIES, tokens=1, past=PAST, any_lora_a=is_value)
+            return continuation(one_token, rows=COPIES, tokens=1, past=PAST, any_lora_a=is_value)
     whole = block.copy()
     expand(whole.graph_module)
     if is_head(block):
@@ -113,7 +113,7 @@ def _in_view(block: Block, role: Role) -> Block:
 
 
 def _jvp(block: Block, rows: int) -> Block:
-    """Returns a block with the tangents of everything that depends on the adapter.
+    """Return a block with the tangents of everything that depends on the adapter.
 
     `rows` rows share an adapter copy and have their own directions.
     """
@@ -128,7 +128,7 @@ def _jvp(block: Block, rows: int) -> Block:
 
 
 def _backward(block: Block, with_outputs: bool = False) -> Block:
-    """Returns the block of a backward pass with recomputation, optionally with the outputs first."""
+    """Return the block of a backward pass with recomputation, optionally with the outputs first."""
     names = {port: str(node.target) for port, node in block.inputs.items()}
     grad_outputs = {port.gradient.name.replace(".", "_"): port.gradient for port in block.outputs}
     graph_module = backpropagate(
@@ -147,7 +147,7 @@ def _backward(block: Block, with_outputs: bool = False) -> Block:
 
 
 def _partitioned(block: Block, rows: int) -> dict[Derivative, Block]:
-    """Returns a block's backward pass, and the pair of forward and backward pass that share residuals."""
+    """Return a block's backward pass, and the pair of forward and backward pass that share residuals."""
     joint, outputs = _backward(block, with_outputs=True), block.outputs
     # The forward pass of a head gets a shift from the shards so far, its backward pass one from all shards.
     parts = partition(joint.graph_module, rows, TOKENS, [SHIFT], len(outputs))

@@ -42,13 +42,13 @@ def new_input(graph: Graph, port: Port, value: torch.Tensor) -> Node:
 
 
 def port_of(node: Node) -> Port | None:
-    """Returns the port of a placeholder, or None for any other node."""
+    """Return the port of a placeholder, or None for any other node."""
     port: Port | None = node.meta.get(PORT) if node.op == "placeholder" else None
     return port
 
 
 def is_input(node: Any, value: str) -> bool:
-    """Returns whether a node is a placeholder whose port holds this value."""
+    """Return whether a node is a placeholder whose port holds this value."""
     port = port_of(node) if isinstance(node, Node) else None
     return port is not None and port.value == value
 
@@ -68,21 +68,21 @@ class Block:
         return {node.meta[PORT]: node for node in nodes}
 
     def has_input(self, value: str) -> bool:
-        """Returns whether any input holds this value."""
+        """Return whether any input holds this value."""
         return any(port.value == value for port in self.inputs)
 
     def value(self, port: Port) -> torch.Tensor:
-        """Returns a meta tensor with the shape and dtype of an output."""
+        """Return a meta tensor with the shape and dtype of an output."""
         outputs = self.graph_module.graph.output_node().args[0]
         result: torch.Tensor = outputs[self.outputs.index(port)].meta["val"]
         return result
 
     def copy(self) -> Block:
-        """Returns a block with a copy of the graph, which may be modified."""
+        """Return a block with a copy of the graph, which may be modified."""
         return replace(self, graph_module=copy_graph_module(self.graph_module))
 
     def sized(self, *sizes: tuple[int, int]) -> Block:
-        """Returns the block with other sizes, given as pairs of a marker and a size."""
+        """Return the block with other sizes, given as pairs of a marker and a size."""
         graph_module = self.graph_module
         for marker, size in sizes:
             graph_module = with_size(graph_module, marker, size)
@@ -123,7 +123,7 @@ class Block:
 
 
 def sizes_of(inputs: Mapping[Node, torch.Tensor]) -> dict[int, int]:
-    """Returns the size of each marker in the shapes of the inputs; copies that no input determines are 1.
+    """Return the size of each marker in the shapes of the inputs; copies that no input determines are 1.
 
     Raises:
         ValueError: the sizes of the inputs contradict each other.
@@ -151,7 +151,7 @@ def sizes_of(inputs: Mapping[Node, torch.Tensor]) -> dict[int, int]:
 
 
 def _factors_of_axes(shape: Sequence[int], dimensions: int) -> list[tuple[list[int], int]]:
-    """Returns for each axis of an input its markers and the remaining factor.
+    """Return for each axis of an input its markers and the remaining factor.
 
     If the tensor has more dimensions than the graph's placeholder, markers of one product become separate
     axes.
@@ -169,7 +169,7 @@ def _factors_of_axes(shape: Sequence[int], dimensions: int) -> list[tuple[list[i
 
 
 def _factors(size: int) -> tuple[list[int], int]:
-    """Returns the markers that divide a size, and the remaining factor."""
+    """Return the markers that divide a size, and the remaining factor."""
     markers = list[int]()
     for marker in _MARKERS:
         while size % marker == 0:
@@ -209,12 +209,12 @@ class _Run(Interpreter):
         return super().call_function(self._operators.get(target, target), args, kwargs)
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Returns a tensor of this block, or the one that all blocks of its type share."""
+        """Return a tensor of this block, or the one that all blocks of its type share."""
         tensor = self._tensors.get(str(target))
         return get_attribute(self.module, str(target)) if tensor is None else tensor
 
     def fetch_args_kwargs_from_env(self, n: Node) -> Any:
-        """Returns the arguments of a node, with markers replaced by sizes."""
+        """Return the arguments of a node, with markers replaced by sizes."""
         return map_aggregate(super().fetch_args_kwargs_from_env(n), self.sized)
 
     def sized(self, value: Any) -> Any:
@@ -227,7 +227,7 @@ class _Run(Interpreter):
 
 
 def _weights_by_input(graph_module: GraphModule) -> dict[Node, list[str]]:
-    """Returns the nodes that linear layers read, with the names of the weights of these layers."""
+    """Return the nodes that linear layers read, with the names of the weights of these layers."""
     weights: dict[Node, list[str]] = {}
     for node in graph_module.graph.find_nodes(op="call_function", target=aten.linear.default):
         source, weight = node.args[:2]

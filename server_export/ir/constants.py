@@ -20,7 +20,7 @@ class GraphConstants:
         self._names: dict[tuple[torch.dtype, torch.Size, bytes], str] = {}
 
     def name(self, tensor: torch.Tensor) -> str:
-        """Returns the name of a tensor in the module, after adding it if it is new."""
+        """Return the name of a tensor in the module, after adding it if it is new."""
         tensor = tensor.detach().contiguous()
         digest = hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy().tobytes()).digest()
         key = (tensor.dtype, tensor.shape, digest)

@@ -46,7 +46,7 @@ class Decays:
         self._until = until
 
     def products(self, source: Node, itself: bool = True) -> Node:
-        """Returns the products of `source` f32 [rows x heads, tokens, width] with the decayed keys.
+        """Return the products of `source` f32 [rows x heads, tokens, width] with the decayed keys.
 
         Args:
             source: for example queries.
@@ -58,12 +58,12 @@ class Decays:
         return products if itself else self._writer.times(products, self._before)
 
     def read(self, source: Node, state: Node) -> Node:
-        """Returns what each token reads of the state before the call: f32 [rows x heads, tokens, value]."""
+        """Return what each token reads of the state before the call: f32 [rows x heads, tokens, value]."""
         decay = self._of_tokens(self._writer.call(aten.transpose.int, self._until, 1, 2))
         return self._writer.times(self._writer.call(aten.bmm.default, source, state), decay)
 
     def state_after(self, state: Node, value: Node) -> Node:
-        """Returns the recurrent state after the call, to which the tokens add these values."""
+        """Return the recurrent state after the call, to which the tokens add these values."""
         exponent = self._writer.call(aten.sum.dim_IntList, self._decay_rows, [-1], True)
         factor = self._writer.call(aten.exp.default, exponent)
         decayed = self._writer.times(value, self._of_tokens(self._before))
@@ -71,14 +71,14 @@ class Decays:
         return self._writer.plus(self._writer.times(state, factor), added)
 
     def _of_tokens(self, table: Node) -> Node:
-        """Returns one factor per token: exp of the sum of the decays that the table selects."""
+        """Return one factor per token: exp of the sum of the decays that the table selects."""
         flat = self._writer.reshape(self._decay, [1, self._count, self._tokens])
         sums = self._writer.call(aten.bmm.default, flat, table)
         shape = [self._count, self._tokens, 1]
         return self._writer.reshape(self._writer.call(aten.exp.default, sums), shape)
 
 
-class OwnDecays:
+class ElementwiseDecays:
     """Decays f32 [rows x heads, tokens, width], one for each element of a key.
 
     Args:
@@ -131,7 +131,7 @@ class OwnDecays:
         return writer.plus(writer.times(state, factor), writer.call(aten.bmm.default, decayed, value))
 
     def _factor(self, table: Node) -> Node:
-        """Returns exp of sums of decays, f32 [rows x heads, width, tokens]; table rows select summands."""
+        """Return exp of sums of decays, f32 [rows x heads, width, tokens]; table rows select summands."""
         writer = self._writer
         count, width, tokens = self._decay.meta["val"].shape
         flat = writer.reshape(self._decay, [1, count * width, tokens])

@@ -47,7 +47,7 @@ def fold_constants(graph_module: GraphModule, constants: GraphConstants, has_wei
 
 
 def is_foldable(node: Node, values: dict[Node, Any]) -> bool:
-    """Returns whether a node is deterministic and all its inputs are known."""
+    """Return whether a node is deterministic and all its inputs are known."""
     if node.op != "call_function" or any(source not in values for source in node.all_input_nodes):
         return False
     if node.target is operator.getitem:

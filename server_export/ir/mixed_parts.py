@@ -46,7 +46,7 @@ class MixedParts(torch.autograd.Function):
     def forward(
         ctx: Any, before: torch.Tensor, within: torch.Tensor, past_values: torch.Tensor, values: torch.Tensor
     ) -> Any:
-        """Returns the attention output [heads, queries, width]."""
+        """Return the attention output [heads, queries, width]."""
         weights = aten._softmax.default(aten.cat.default([before, within], -1), -1, False)
         past = before.shape[-1]
         past_weights = aten.slice.Tensor(weights, -1, 0, past)
@@ -57,7 +57,7 @@ class MixedParts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
-        """Returns the gradients of both parts' scores and values from grad_output [heads, queries, width]."""
+        """Return the gradients of both parts' scores and values from grad_output [heads, queries, width]."""
         past_weights, own_weights, past_values, values, mixed = ctx.saved_tensors
         weighted_sum = (grad_output * mixed).sum(-1, keepdim=True)
         grad_output_transposed = grad_output.transpose(1, 2)
@@ -76,7 +76,7 @@ class MixedParts(torch.autograd.Function):
 
 
 def _jvp(t: GraphTangents, node: Node, before: Dual, within: Dual, *mixed_in: Dual) -> Dual:
-    """With p = softmax(s): d(p v) = (p ds) v + p dv - (sum of p ds) p v."""
+    """Write d(p v) = (p ds) v + p dv - (sum of p ds) p v, where p = softmax(s)."""
     past = before.shape[-1]
     weights = t.call(aten.softmax.int, t.call(aten.cat.default, [before.primal, within.primal], -1), -1)
     totals, terms = [], []

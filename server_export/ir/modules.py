@@ -11,7 +11,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 
 
 def make_graph_module(root: GraphModule, graph: Graph) -> GraphModule:
-    """Returns a module with a new graph and the constants of `root`.
+    """Return a module with a new graph and the constants of `root`.
 
     Its Python code is generated at its first call, because most graph modules are never called.
     """
@@ -19,14 +19,14 @@ def make_graph_module(root: GraphModule, graph: Graph) -> GraphModule:
 
 
 def copy_graph_module(graph_module: GraphModule) -> GraphModule:
-    """Returns a copy of a graph; it shares the tensors, but new attributes belong to the copy only."""
+    """Return a copy of a graph; it shares the tensors, but new attributes belong to the copy only."""
     graph = Graph()
     graph.output(graph.graph_copy(graph_module.graph, {}))
     return make_graph_module(graph_module, graph)
 
 
 def get_attribute(graph_module: GraphModule, name: str) -> Any:
-    """Returns the attribute of a module with a dotted name, as a get_attr node reads it."""
+    """Return the attribute of a module with a dotted name, as a get_attr node reads it."""
     value: Any = graph_module
     for part in name.split("."):
         value = getattr(value, part)

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from server_export.ir.decays import Decays, OwnDecays
+from server_export.ir.decays import Decays, ElementwiseDecays
 from server_export.ir.unit_inverse import UNIT_INVERSE
 from server_export.ir.writer import GraphWriter
 
@@ -41,7 +41,7 @@ def convolution(
     leaving: torch.Tensor,
     staying: torch.Tensor,
 ) -> torch.Tensor:
-    """A causal depthwise convolution: each element of a token with the same element of the tokens before it.
+    """Compute a causal depthwise convolution, of each element of a token with that of the tokens before it.
 
     Args:
         source: f32 [rows, width, tokens].
@@ -67,7 +67,7 @@ def recurrence(
     halves: Sequence[torch.Tensor],
     meeting: Sequence[torch.Tensor],
 ) -> torch.Tensor:
-    """A matrix state [key, value] for each row and head, which tokens update and read.
+    """Compute a recurrence of a matrix state [key, value] per row and head, which tokens update and read.
 
     Args:
         query, key, value: f32 [rows x heads, tokens, width].
@@ -98,7 +98,7 @@ def scan(
     entering: torch.Tensor,
     leaving: torch.Tensor,
 ) -> torch.Tensor:
-    """An elementwise recurrence: each element decays by its own factor, and tokens add to it.
+    """Compute an elementwise recurrence: each element decays by its own factor, and tokens add to it.
 
     Args:
         factor, source: f32 [rows, width, tokens].
@@ -139,7 +139,7 @@ Expand = Callable[[GraphWriter, Node, Node | None], tuple[Node, Node | None]]
 
 
 def recurrent_state_shapes(graph_module: GraphModule, rows: int) -> dict[Node, tuple[int, int, int]]:
-    """Returns the nodes of a graph that have a recurrent state, with its shape for `rows` rows."""
+    """Return the nodes of a graph that have a recurrent state, with its shape for `rows` rows."""
     return {
         node: (rows, *_state_shape(node, rows))
         for node in graph_module.graph.nodes
@@ -220,7 +220,7 @@ def _expand_convolution(writer: GraphWriter, node: Node, state: Node | None) -> 
 
 
 def _move_tokens(writer: GraphWriter, source: Node, table_transposed: Node) -> Node:
-    """Returns the preceding tokens of f32 [rows, width, tokens] that the columns of the table select."""
+    """Return the preceding tokens of f32 [rows, width, tokens] that the columns of the table select."""
     rows, width, tokens = source.meta["val"].shape
     flat = writer.reshape(source, [1, rows * width, tokens])
     return writer.reshape(writer.call(aten.bmm.default, flat, table_transposed), [rows, width, tokens])
@@ -260,7 +260,7 @@ def _expand_recurrence(writer: GraphWriter, node: Node, state: Node | None) -> t
         state = writer.plus(state, call(aten.bmm.default, key_transposed, value))
         return call(aten.bmm.default, query, state), writer.reshape(state, shape)
     arguments = (writer, decay, key, until, before)
-    decays = OwnDecays(*arguments, halves, meeting) if meeting else Decays(*arguments)
+    decays = ElementwiseDecays(*arguments, halves, meeting) if meeting else Decays(*arguments)
     if strength is not None:
         if state is not None:
             value = writer.minus(value, decays.read(key, state))

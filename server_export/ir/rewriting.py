@@ -37,7 +37,7 @@ def rewritten_graph(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> Grap
     remedy = "This architecture isn't supported. Use another checkpoint, and please report it."
     with torch.no_grad():
         with refused_as(
-            "not-traceable", "torch.export cannot trace the program", torch_export_errors(), remedy=remedy
+            "not-traceable", "torch.export can't trace the program", torch_export_errors(), remedy=remedy
         ):
             exported = torch.export.export(module, inputs, strict=False)
         graph_module: GraphModule = exported.module(check_guards=False)
@@ -166,5 +166,5 @@ def unshare_quantizations(graph: Graph) -> None:
 
 
 def is_dequantization(node: Node) -> bool:
-    """Returns whether a node dequantizes a weight."""
+    """Return whether a node dequantizes a weight."""
     return str(node.target) == "torchao.dequantize_affine.default"

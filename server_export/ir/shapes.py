@@ -24,7 +24,7 @@ class OperatorShapes:
         self._known: dict[Any, Any] = {}
 
     def of(self, target: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
-        """Returns the result of an operator on meta tensors, lists of them, and other values."""
+        """Return the result of an operator on meta tensors, lists of them, and other values."""
         key = (target, _key(arguments), _key(named))
         if key not in self._known:
             self._known[key] = to_meta(target(*arguments, **named))
@@ -32,7 +32,7 @@ class OperatorShapes:
 
 
 def to_meta(value: Any) -> Any:
-    """Returns meta tensors for a tensor, or for a tuple or list of tensors."""
+    """Return meta tensors for a tensor, or for a tuple or list of tensors."""
     if isinstance(value, tuple | list):
         return tuple(map(to_meta, value))
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
@@ -70,7 +70,7 @@ def resized(value: Any, marker: int, size: int) -> Any:
 
 
 def with_size(graph_module: GraphModule, marker: int, size: int) -> GraphModule:
-    """Returns the graph for another size; every number that depends on the size is a multiple of the marker.
+    """Return the graph for another size; every number that depends on the size is a multiple of the marker.
 
     Args:
         graph_module: the graph, which is not modified; its placeholders have `meta["val"]`. The constants are

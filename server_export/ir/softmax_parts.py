@@ -38,7 +38,7 @@ class SoftmaxParts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, shift: torch.Tensor, index: torch.Tensor) -> Any:
-        """Returns [..., 2].
+        """Return [..., 2].
 
         Values that only the forward pass needs are not computed again in the backward pass.
         """
@@ -50,7 +50,7 @@ class SoftmaxParts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
-        """Returns the gradient of the logits [..., vocabulary] from grad_output [..., 2]."""
+        """Return the gradient of the logits [..., vocabulary] from grad_output [..., 2]."""
         exponentials, index = ctx.saved_tensors
         grad_selected, grad_total = grad_output.split(1, -1)
         return (exponentials * grad_total).scatter_add(-1, index, grad_selected), None, None
@@ -71,7 +71,7 @@ def _jvp(t: GraphTangents, node: Node, logits: Dual, shift: Node, index: Node) -
 
 
 def _in_core(writer: GraphWriter, node: Node, logits: Node, shift: Node, index: Node) -> Node:
-    """The shift is subtracted again from the selected logits, because they are far fewer than all logits."""
+    """Write the operator, with the shift subtracted again from the few selected logits only."""
     total = writer.total(writer.exp(writer.minus(logits, shift)))
     selected = writer.minus(writer.call(aten.gather.default, logits, -1, index), shift)
     return writer.call(aten.cat.default, [selected, total], -1)

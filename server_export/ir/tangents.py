@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from server_export.ir.walks import origin
+from server_export.ir.traversal import origin
 from server_export.ir.writer import GraphWriter
 
 aten = torch.ops.aten
@@ -27,7 +27,7 @@ Factor: TypeAlias = Node | Number | None
 
 
 def shape_of(node: Node) -> Shape:
-    """Returns the shape of a node's value."""
+    """Return the shape of a node's value."""
     return tuple(node.meta["val"].shape)
 
 
@@ -65,7 +65,7 @@ class GraphTangents(GraphWriter):
         return self._reshapes[source, shape]
 
     def product(self, left: Factor, right: Factor) -> Any:
-        """Returns left * right, where both are nodes, numbers, or None for 1."""
+        """Return left * right, where both are nodes, numbers, or None for 1."""
         if left is None or right is None:
             return right if left is None else left
         if isinstance(left, Node):
@@ -73,12 +73,12 @@ class GraphTangents(GraphWriter):
         return self.times(right, left) if isinstance(right, Node) else left * right
 
     def as_primal(self, node: Node) -> Node:
-        """Returns a value [*shape] without tangents as a primal [1, *shape]."""
+        """Return a value [*shape] without tangents as a primal [1, *shape]."""
         return self.reshape(node, [1, *shape_of(node)])
 
 
 def _before_reshapes(source: Node) -> Node:
-    """Returns the value that a node is a reshape of, or the node itself."""
+    """Return the value that a node is a reshape of, or the node itself."""
     value: Node = origin(source, [aten.reshape.default])[0]
     return value
 
@@ -116,11 +116,11 @@ class Dual:
         return self.writer.reshape(self.primal, self.shape)
 
     def scaled(self, primal: Node, factor: Factor = None) -> Dual:
-        """Returns another value of this shape, whose tangents are this value's tangents times `factor`."""
+        """Return another value of this shape, whose tangents are this value's tangents times `factor`."""
         return Dual(self.writer, primal, self.unscaled, self.writer.product(self.factor, factor))
 
     def reshaped(self, shape: Shape) -> Dual:
-        """Returns the value and its tangents in another shape."""
+        """Return the value and its tangents in another shape."""
         return self.map(lambda part, count: self.writer.reshape(part, [count, *shape]))
 
     def map(self, make: Callable[[Node, int], Node]) -> Dual:
@@ -165,7 +165,7 @@ class Interleaved(Dual):
         return self.writer.reshape(self._inside, [*lead, self.writer.queries, width])
 
     def broadcastable(self, primal: Node) -> tuple[Node, Node]:
-        """Returns a primal [1, *shape] and the tangents in shapes that broadcast and that need no copy."""
+        """Return a primal [1, *shape] and the tangents in shapes that broadcast and that need no copy."""
         queries, width, writer = self.writer.queries, self.shape[-1], self.writer
         *lead, last = shape_of(_before_reshapes(self._inside))
         if last != queries * width:

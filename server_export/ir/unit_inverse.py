@@ -47,21 +47,21 @@ class UnitInverse(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, below: torch.Tensor, one: torch.Tensor, halves: Sequence[torch.Tensor]) -> Any:
-        """Returns the inverse [batch, n, n]."""
+        """Return the inverse [batch, n, n]."""
         inverse = by_products(below, one, halves)
         ctx.save_for_backward(inverse)
         return inverse
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
-        """Returns the gradient of `below` from grad_output [batch, n, n], by d(X) = -X d(below) X."""
+        """Return the gradient of `below` from grad_output [batch, n, n], by d(X) = -X d(below) X."""
         (inverse,) = ctx.saved_tensors
         inverse_transposed = inverse.transpose(1, 2)
         return -torch.bmm(torch.bmm(inverse_transposed, grad_output), inverse_transposed), None, None
 
 
 def _jvp(t: GraphTangents, node: Node, below: Dual, *tables: Any) -> Dual:
-    """d(X) = -X d(below) X."""
+    """Write d(X) = -X d(below) X."""
     inverse = t.call(node.target, below.value, *tables)
     product = product_jvp(t, product_jvp(t, inverse, below), inverse)
     return Dual(t, t.as_primal(inverse), t.negative(product.tangents))

@@ -31,31 +31,31 @@ class Calls:
         raise NotImplementedError
 
     def times(self, left: Any, right: Any) -> Any:
-        """left * right."""
+        """Return left * right."""
         return self.call(aten.mul.Tensor, left, right)
 
     def plus(self, left: Any, right: Any) -> Any:
-        """left + right."""
+        """Return left + right."""
         return self.call(aten.add.Tensor, left, right)
 
     def minus(self, left: Any, right: Any) -> Any:
-        """left - right."""
+        """Return left - right."""
         return self.call(aten.sub.Tensor, left, right)
 
     def negative(self, x: Any) -> Any:
-        """-x."""
+        """Return -x."""
         return self.call(aten.neg.default, x)
 
     def reciprocal(self, x: Any) -> Any:
-        """1 / x."""
+        """Return 1 / x."""
         return self.call(aten.reciprocal.default, x)
 
     def exp(self, x: Any) -> Any:
-        """exp(x)."""
+        """Return exp(x)."""
         return self.call(aten.exp.default, x)
 
     def sigmoid(self, x: Any) -> Any:
-        """1 / (1 + exp(-x))."""
+        """Return 1 / (1 + exp(-x))."""
         return self.call(aten.sigmoid.default, x)
 
 
@@ -151,7 +151,7 @@ class GraphWriter(Calls):
 
 
 def part_of_sum(count: int) -> int:
-    """Returns how many of `count` elements to add in one step; `count` if one step adds all of them.
+    """Return how many of `count` elements to add in one step; `count` if one step adds all of them.
 
     XNNPACK sums by a linear layer of ones and pads the outputs of a layer to the width of a vector register,
     so one sum over a whole vocabulary would read megabytes of weights.

@@ -309,7 +309,7 @@ class _Functional(ExportedProgram):
 
 
 def _is_rewritten_by_tracing(node: Node) -> bool:
-    """Whether tracing rewrites an operator because its output may share memory with an input."""
+    """Return whether tracing rewrites an operator because its output may share memory with an input."""
     schema = getattr(node.target, "_schema", None)
     shares = schema is not None and any(argument.alias_info for argument in schema.arguments)
     return shares and node.target not in _VIEWS
@@ -346,7 +346,7 @@ def _constants_of(program: ExportedProgram) -> Iterator[tuple[Node, str, torch.T
 
 
 def _is_part_of_program(node: Node) -> bool:
-    """Whether a constant stays in the program: zero points, which XNNPACK doesn't read, and literals."""
+    """Return whether a constant stays in the program: a zero point, which XNNPACK ignores, or a literal."""
     is_zero_point = any(is_dequantization(user) and user.args[3] is node for user in node.users)
     return is_zero_point or "lifted_tensor" in node.name
 

@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 from prge.formats.chain import Bounds
 from prge.formats.signatures import DECODE, PREFILL, ROLE_OF, SHARED_IN, Derivative, View
 from server_export.derive.backward.layers import add_transposed_weights, transposed_names
-from server_export.derive.past import shared_keys_and_values
+from server_export.derive.continuation import shared_keys_and_values
 from server_export.derive.roles import derive, is_head
 from server_export.ir.block import Block
 from server_export.ir.markers import BATCH, COPIES, PAST, QUERIES, TOKENS

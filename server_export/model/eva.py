@@ -11,9 +11,9 @@ import torch
 
 from prge.errors import DataError
 from server_export.adapter.initial_adapter import StartAdapter
+from server_export.model.blockwise import watch_inputs
 from server_export.model.chain import ModelChain
 from server_export.model.principal import IncrementalSVD, PrincipalDirections, spread_ranks
-from server_export.model.walk import watch_inputs
 
 
 def eva_adapter(

@@ -18,7 +18,7 @@ import torch
 _SPARE = 128
 _CHUNK = 256
 # A direction with a smaller share of the inputs' mean square is a rounding error.
-_LEAST_SHARE = 1e-9
+_MIN_SHARE = 1e-9
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class IncrementalSVD:
         rows = self._leading()[: self._count].double()
         squares = rows.square().sum(1)
         shares = squares / max(self._square, 1e-300)
-        rows, shares, squares = (each[shares > _LEAST_SHARE] for each in (rows, shares, squares))
+        rows, shares, squares = (each[shares > _MIN_SHARE] for each in (rows, shares, squares))
         rows = rows / squares.sqrt().unsqueeze(1)
         # The sign of a singular vector is arbitrary; it is fixed so that all machines agree.
         signs = torch.where(rows.sum(1, keepdim=True) < 0, -1.0, 1.0)

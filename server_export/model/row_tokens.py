@@ -20,18 +20,18 @@ _ROWS = 64
 def row_tokens(
     paths: Paths,
     task: str | None,
-    most: int,
+    max_tokens: int,
     *,
     seed: int,
     tokenizer: Tokenizer,
     model: ModelSpec,
 ) -> list[tuple[int, ...]]:
-    """Return the tokens of a random choice of rows, by sequence, at most `most` in total.
+    """Return the tokens of a random choice of rows, by sequence, at most `max_tokens` in total.
 
     Args:
         paths: the files of the rows.
         task: the task of the rows, as for `prge run --task`. Of preferences, the chosen answer is used.
-        most: the maximum number of tokens.
+        max_tokens: the maximum number of tokens.
         seed: the seed of the choice.
         tokenizer: the device's tokenizer.
         model: the model that a run of these rows trains.
@@ -49,15 +49,15 @@ def row_tokens(
         part = rows[start : start + _ROWS]
         examples, _ = build_examples(part, tokenizer, model, loaded, options, source=source.name)
         chosen += examples
-        if token_count(chosen) >= most:
+        if token_count(chosen) >= max_tokens:
             break
-    return _first_tokens(chosen, most)
+    return _first_tokens(chosen, max_tokens)
 
 
-def _first_tokens(examples: Sequence[Example], most: int) -> list[tuple[int, ...]]:
-    """Return the tokens of the examples' sequences up to `most` in total."""
+def _first_tokens(examples: Sequence[Example], max_tokens: int) -> list[tuple[int, ...]]:
+    """Return the tokens of the examples' sequences up to `max_tokens` in total."""
     sequences: list[tuple[int, ...]] = []
-    remaining = most
+    remaining = max_tokens
     for tokens in (sequence.tokens for example in examples for sequence in example.sequences):
         if remaining <= 0:
             break

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from prge.errors import PrgeError, shown
+from prge.errors import PrgeError, format_value
 
 # Timeout of the first request, in seconds.
 _SECONDS = 10.0
@@ -56,7 +56,7 @@ def find_repository(name: str, public: bool, overwrite: bool) -> Repository:
             raise HFValidationError("the owner is missing")
     except HFValidationError as error:
         raise PrgeError(
-            f"--push is {shown(name)}, which names no repository: {_first_line(error)}",
+            f"--push is {format_value(name)}, which names no repository: {_first_line(error)}",
             remedy="Give OWNER/NAME, where OWNER is your name on the hub or an organization's.",
             code="hub-name",
         ) from None
@@ -128,7 +128,7 @@ def _translated_errors(name: str, token: str, further: str = "") -> Iterator[Non
     except OfflineModeIsEnabled:
         raise PrgeError(
             f"Cannot push to {name} because the hub is offline.",
-            remedy=f"Unset HF_HUB_OFFLINE.{further}",
+            remedy=f"Unset HF_HUB_OFFLINE.{further}.",
             code="hub-offline",
         ) from None
     except HfHubHTTPError as error:
@@ -141,7 +141,7 @@ def _translated_errors(name: str, token: str, further: str = "") -> Iterator[Non
         where = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
         raise PrgeError(
             what.replace(token, "***"),
-            remedy=f"Check that {where} can be reached.{further}",
+            remedy=f"Check that {where} can be reached.{further}.",
             code="hub-unreachable",
         ) from None
 

@@ -29,13 +29,13 @@ from server_export.publishing.module_quantization import quantized_and_checked
 from server_export.publishing.program import METHOD, PROGRAM, ROWS, BuiltProgram
 from server_export.quantize.quantization import NO_LAYERS, BundleLayers
 from server_export.trace import attention
-from server_export.trace.patterns import functions_of
+from server_export.trace.patterns import replaceable_functions
 
 # Most tokens of one call: the runner splits longer prompts. Memory is planned for this number, and matrix
 # products of more rows are hardly faster.
 MAX_TOKENS_PER_CALL = 256
 # Tokens of the traced call.
-_EXAMPLE = 7
+_EXAMPLE_TOKENS = 7
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,10 @@ class LlmSpec:
     eos: Sequence[int]
 
     def __post_init__(self) -> None:
-        if self.length < _EXAMPLE:
+        if self.length < _EXAMPLE_TOKENS:
             raise ConfigError(
                 "Cannot build the program:",
-                [f"sequence_length is {self.length}, must be at least {_EXAMPLE}"],
+                [f"sequence_length is {self.length}, must be at least {_EXAMPLE_TOKENS}"],
                 code="sequence-too-short",
             )
 
@@ -104,7 +104,7 @@ def check_can_generate(loaded: LoadedModel) -> None:
             remedy="Publish it as program instead.",
             code="llm-of-encoder",
         )
-    if functions_of(loaded.model):
+    if replaceable_functions(loaded.model):
         raise BundleError(
             f"{loaded.name_or_path} can't be published as llm: it has recurrences or short convolutions, and "
             "the program keeps only keys and values between calls.",
@@ -208,7 +208,7 @@ def _exportable(model: Any, spec: LlmSpec) -> Any:
 
 def _exported(exportable: Any, spec: LlmSpec) -> torch.export.ExportedProgram:
     """Export the module with a dynamic number of tokens."""
-    example = _tokens(0, _EXAMPLE, exportable.model.config.vocab_size)
+    example = _tokens(0, _EXAMPLE_TOKENS, exportable.model.config.vocab_size)
     tokens = torch.export.Dim("tokens", min=1, max=spec.tokens_per_call)
     with _refused(torch_export_errors()), warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -206,7 +206,7 @@ def _estimators(run: Mapping[str, Any]) -> list[tuple[int, EstimatorName]]:
 
 
 def _is_scored(record: Mapping[str, Any]) -> bool:
-    """Whether an evaluation has a loss, and only numbers as values."""
+    """Return whether an evaluation has a loss, and only numbers as values."""
     return "loss" in record and all(isinstance(value, int | float) for value in record.values())
 
 

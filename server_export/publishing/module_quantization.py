@@ -51,7 +51,7 @@ class Int8Embedding(nn.Module):
         return self.codes.to(self.scales.dtype) * self.scales
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Look up tokens i64 [rows, length]; returns f32 [rows, length, width]."""
+        """Look up tokens i64 [rows, length]; return f32 [rows, length, width]."""
         return F.embedding(tokens, self.codes).to(self.scales.dtype) * F.embedding(tokens, self.scales)
 
 
@@ -68,7 +68,7 @@ class FixedLoraLinear(nn.Module):
         self.register_buffer("lora_b", lora_b)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply the layer and its adapter to x [..., in]; returns [..., out]."""
+        """Apply the layer and its adapter to x [..., in]; return [..., out]."""
         return self.base(x) + F.linear(F.linear(x, self.lora_a), self.lora_b)
 
 

@@ -86,8 +86,8 @@ def check_quantized(
     """Compare outputs of a quantized program, and return differences and tolerances for the manifest.
 
     Differences are root mean squares in units of the outputs' standard deviation. The largest difference
-    would
-    mean little: engine and eager model round activations, where a difference in the last bit flips a code.
+    would mean little: engine and eager model round activations, where a difference in the last bit flips a
+    code.
 
     Args:
         outputs: outputs of the program in the engine, with rows as the first dimension.

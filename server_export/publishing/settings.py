@@ -74,4 +74,4 @@ class PublishConfig:
         if self.public and self.push is None:
             problems.append("--public belongs to --push")
         if problems:
-            raise ConfigError("these settings can't be used:", problems, code="settings-unusable")
+            raise ConfigError("These settings can't be used:", problems, code="settings-unusable")

@@ -13,7 +13,7 @@ import numpy as np
 
 from prge.data.tokenization.tokenizer import CHAT_TEMPLATE_FILE
 from prge.engine import Array
-from prge.errors import AdapterError, BundleError, ConfigError, RunError
+from prge.errors import AdapterError, BundleError, ConfigError, RunError, as_clause
 from prge.formats.bundle import MANIFEST, Bundle, open_bundle
 from prge.formats.chain import OWN_HEAD
 from prge.formats.documents import DocumentError, mapping
@@ -115,8 +115,8 @@ class TrainedAdapter:
         if self.head is None or not self.head_layer:
             return None
         head = read_arrays(self.head)
-        is_own = self.bundle is None or len(head["bias"]) == len(self.bundle.labels)
-        return head if is_own else None
+        is_for_own_classes = self.bundle is None or len(head["bias"]) == len(self.bundle.labels)
+        return head if is_for_own_classes else None
 
 
 def read_trained(config: PublishConfig) -> TrainedAdapter:
@@ -174,7 +174,7 @@ def load_base(trained: TrainedAdapter) -> LoadedModel:
             )
     except BundleError as error:
         raise BundleError(
-            f"Cannot load the base model: {error.what}", remedy=remedy, code="base-not-loadable"
+            f"Cannot load the base model: {as_clause(error.what)}.", remedy=remedy, code="base-not-loadable"
         ) from None
     problems = model_problems(loaded, trained.bundle.manifest.get("model", {})) if trained.bundle else []
     if not problems:

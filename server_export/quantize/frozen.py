@@ -22,7 +22,7 @@ from server_export.ir.markers import BATCH, COPIES, TOKENS
 from server_export.ir.modules import copy_graph_module, make_graph_module, remove_unused_attributes
 from server_export.ir.rewriting import remove_identities
 from server_export.ir.shapes import to_meta
-from server_export.ir.walks import descendants
+from server_export.ir.traversal import descendants
 from server_export.quantize.quantization import (
     EMBEDDING_BYTES,
     GROUP_SIZE,

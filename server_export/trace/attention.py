@@ -17,7 +17,7 @@ from prge.formats.chain import MASKED
 
 NAME, CACHED = "prge", "prge_cached"
 # The smallest value of the additive mask at a token; at padding it is smaller.
-LEAST_SEEN = -1
+MIN_SEEN = -1
 
 
 def register() -> None:
@@ -31,7 +31,7 @@ def register() -> None:
 
 
 def causal_mask(length: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-    """Returns an additive mask [length, length]: a token sees itself and `window` - 1 tokens before it."""
+    """Return an additive mask [length, length]: a token sees itself and `window` - 1 tokens before it."""
     mask = torch.full((length, length), MASKED, dtype=dtype).triu(1)
     if window is not None and window < length:
         mask = mask + torch.full((length, length), MASKED, dtype=dtype).tril(-window)
@@ -39,13 +39,13 @@ def causal_mask(length: int, window: int | None, dtype: torch.dtype) -> torch.Te
 
 
 def padding_mask(mask: torch.Tensor) -> torch.Tensor:
-    """Returns an additive mask [rows, 1, 1, length] from a mask float [rows, length] that is 1 at tokens."""
+    """Return an additive mask [rows, 1, 1, length] from a mask float [rows, length] that is 1 at tokens."""
     return ((1 - mask) * MASKED).reshape(mask.shape[0], 1, 1, mask.shape[1])
 
 
 def seen_tokens(padding: torch.Tensor) -> torch.Tensor:
-    """Returns the tokens that an additive mask [rows, 1, 1, length] doesn't hide: bool [rows, length]."""
-    return (padding >= LEAST_SEEN).reshape(padding.shape[0], padding.shape[-1])
+    """Return the tokens that an additive mask [rows, 1, 1, length] doesn't hide: bool [rows, length]."""
+    return (padding >= MIN_SEEN).reshape(padding.shape[0], padding.shape[-1])
 
 
 def grouped_attention(
@@ -62,10 +62,11 @@ def grouped_attention(
     position_bias: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of queries [rows, heads, length, width] over keys and values [rows, groups, length, width].
+    """Compute attention of queries [rows, heads, length, width] over keys [rows, groups, length, width].
 
     Args:
-        s_aux: sinks [heads], if the attention has any; see `_share_beside_sink`.
+        key, value: [rows, groups, length, width].
+        s_aux: sinks [heads], if the attention has any; see `_share_without_sink`.
         is_causal: whether a token only sees tokens before it; None: as `module` says.
         position_bias: [1, heads, length, length], depending on the distance of tokens.
 
@@ -94,13 +95,13 @@ def grouped_attention(
     mixed = torch.bmm(weights, value.reshape(rows * groups, length, value_width))
     mixed = mixed.reshape(rows, heads, length, value_width)
     if s_aux is not None:
-        mixed = mixed * _share_beside_sink(scores, s_aux, (rows, heads, length))
+        mixed = mixed * _share_without_sink(scores, s_aux, (rows, heads, length))
     # The memory layout of transformers' own attention, which some models rely on in a view.
     return mixed.transpose(1, 2).contiguous(), None
 
 
 def cached_mask(*, config: Any, **arguments: Any) -> torch.Tensor:
-    """Returns the additive mask of transformers for one row and one group: [1, members x length, cached].
+    """Return the additive mask of transformers for one row and one group: [1, members x length, cached].
 
     It is computed once for all layers, because a reshape of dynamic size would leave the delegates of the
     layers.
@@ -124,7 +125,7 @@ def cached_attention(
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of one row over all slots of a cache of fixed size; see `grouped_attention`.
+    """Compute attention of one row over all slots of a cache of fixed size; see `grouped_attention`.
 
     Args:
         query: [1, heads, length, width]; keys and values are [1, groups, cached, width].
@@ -137,14 +138,14 @@ def cached_attention(
     mixed = torch.bmm(torch.softmax(scores, dim=-1), value.reshape(groups, cached, value.shape[-1]))
     mixed = mixed.reshape(1, heads, length, value.shape[-1])
     if s_aux is not None:
-        mixed = mixed * _share_beside_sink(scores, s_aux, (1, heads, length))
+        mixed = mixed * _share_without_sink(scores, s_aux, (1, heads, length))
     return mixed.transpose(1, 2), None
 
 
-def _share_beside_sink(
+def _share_without_sink(
     scores: torch.Tensor, sinks: torch.Tensor, shape: tuple[int, int, int]
 ) -> torch.Tensor:
-    """Returns the share of attention that a head's sink, a score without a value, leaves to the tokens.
+    """Return the share of attention that a head's sink, a score without a value, leaves to the tokens.
 
     With exp(sink) in the sum of the softmax: sum / (sum + exp(sink)) = sigmoid(log(sum) - sink).
 
@@ -166,6 +167,6 @@ def _scaled(query: torch.Tensor, scaling: float | None) -> torch.Tensor:
 
 
 def _scores(query: torch.Tensor, key: torch.Tensor, softcap: float | None) -> torch.Tensor:
-    """Returns scores [groups, queries, keys] from queries and keys [groups, ..., width]."""
+    """Return scores [groups, queries, keys] from queries and keys [groups, ..., width]."""
     scores = torch.bmm(query, key.transpose(1, 2))
     return scores if softcap is None else torch.tanh(scores * (1.0 / softcap)) * softcap

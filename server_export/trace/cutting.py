@@ -44,13 +44,13 @@ from server_export.ir.modules import get_attribute, make_graph_module
 from server_export.ir.operators import Category, members
 from server_export.ir.shapes import to_meta
 from server_export.ir.softmax_parts import SOFTMAX_PARTS
-from server_export.ir.walks import ancestors, descendants, readers
+from server_export.ir.traversal import ancestors, descendants, readers
 from server_export.trace.experts import split_at_experts
 from server_export.trace.layers import Stretch, Values, ends_of_layers, stretches_of_layers
 
 _STATE_DIMENSIONS = 3
 # An embedding, one block and a head.
-_FEWEST_BLOCKS = 3
+_MIN_BLOCKS = 3
 aten = torch.ops.aten
 
 
@@ -80,7 +80,7 @@ class ModelBlock(Block):
 
 
 def cut(graph_module: GraphModule, adapter: Mapping[str, Matrix], table: Any) -> list[ModelBlock]:
-    """Returns the blocks of a model's graph in order; a graph without a place to cut is one block.
+    """Return the blocks of a model's graph in order; a graph without a place to cut is one block.
 
     Args:
         graph_module: all blocks depend on its first placeholder; its nodes have `meta["val"]`.
@@ -95,7 +95,7 @@ def cut(graph_module: GraphModule, adapter: Mapping[str, Matrix], table: Any) ->
     stretches = stretches_of_layers(nodes, flow, result) or _cut_at_single_values(
         nodes, flow, source, result, adapter
     )
-    if len(stretches) < _FEWEST_BLOCKS:
+    if len(stretches) < _MIN_BLOCKS:
         stretches = stretches_of_layers([*graph_module.graph.nodes], flow, result, all_read=True) or stretches
     stretches = [*split_at_experts(list(graph_module.graph.nodes), flow, stretches)]
     shared_values = [value for stretch in stretches for value in stretch.shared_out]
@@ -109,7 +109,7 @@ def cut(graph_module: GraphModule, adapter: Mapping[str, Matrix], table: Any) ->
 
 
 def _mark_differentiable(block: ModelBlock, is_differentiable: Sequence[bool]) -> ModelBlock:
-    """Returns the block with ports that say which shared inputs depend on the adapter."""
+    """Return the block with ports that say which shared inputs depend on the adapter."""
     for port, node in block.inputs.items():
         if port.value == SHARED_IN and port.index is not None:
             node.meta[PORT] = replace(port, is_differentiable=is_differentiable[port.index])
@@ -137,7 +137,7 @@ def _cut_at_single_values(
 
 
 def _ends_at_layers(nodes: Sequence[Node], cuts: Sequence[Node]) -> list[Node]:
-    """Returns the cuts where the embedding and each layer end, or none if a layer ends where no cut is."""
+    """Return the cuts where the embedding and each layer end, or none if a layer ends where no cut is."""
     indices = ends_of_layers(nodes)
     first = indices[0] if indices else 0
     before = [node for node in cuts if node in nodes[: first + 1]]
@@ -146,13 +146,13 @@ def _ends_at_layers(nodes: Sequence[Node], cuts: Sequence[Node]) -> list[Node]:
 
 
 def block_types(blocks: Sequence[ModelBlock]) -> list[int]:
-    """Returns the type of each block: the number of the first block with the same signature."""
+    """Return the type of each block: the number of the first block with the same signature."""
     first: dict[Any, int] = {}
     return [first.setdefault(block.signature, number) for number, block in enumerate(blocks)]
 
 
 def _single_live_values(nodes: Sequence[Node], source: Node, flow: set[Node]) -> list[Node]:
-    """Returns hidden states f32 [rows, tokens, width] that are the only live value of the flow."""
+    """Return hidden states f32 [rows, tokens, width] that are the only live value of the flow."""
     index_of = {node: index for index, node in enumerate(nodes)}
     rows, tokens = source.meta["val"].shape
     ends: dict[int, int] = {}
@@ -177,7 +177,7 @@ def _single_live_values(nodes: Sequence[Node], source: Node, flow: set[Node]) ->
 
 
 def _frozen_shapes(end: Node, start: Node, adapter: Collection[str]) -> tuple[Any, ...]:
-    """Returns the shapes of the frozen weights that a stretch reads, in order of use."""
+    """Return the shapes of the frozen weights that a stretch reads, in order of use."""
     needed = ancestors([end], without=[start])
     by_adapter = {node for node in needed if node.op == "placeholder" and str(node.target) in adapter}
     shapes, reshapes = [], members(Category.RESHAPE)
@@ -191,7 +191,7 @@ def _frozen_shapes(end: Node, start: Node, adapter: Collection[str]) -> tuple[An
 
 
 def _last_stretches(shapes: Sequence[Any], has_head: bool) -> list[int]:
-    """Returns the last stretch of each block, from the longest run of repetitions with the shortest period.
+    """Return the last stretch of each block, from the longest run of repetitions with the shortest period.
 
     Without repetitions, one block covers everything between the first stretch and the head, if the model has
     one.
@@ -222,7 +222,7 @@ def _is_adapted(end: Node, start: Node, adapter: Collection[str]) -> bool:
 
 
 def _separate_adapted(last: Sequence[int], adapted: Sequence[bool], has_head: bool) -> list[int]:
-    """Returns the last stretches of blocks such that neither the embedding nor the head has an adapter.
+    """Return the last stretches of blocks such that neither the embedding nor the head has an adapter.
 
     Some models have a layer before or after the others that differs from them.
     """
@@ -300,7 +300,7 @@ def _block(
 
 
 def _port_of_model_input(node: Node) -> Port:
-    """Returns the port of an input of the model's graph other than tokens and adapter."""
+    """Return the port of an input of the model's graph other than tokens and adapter."""
     if str(node.target) != "mask_or_targets":
         return Port(str(node.target))
     return Port(PADDING_MASK if node.meta["val"].is_floating_point() else TARGETS)
@@ -317,7 +317,7 @@ def _copy(graph: Graph, order: Sequence[Node], values: dict[Node, Node]) -> None
 
 
 def whole_block(graph_module: GraphModule) -> ModelBlock:
-    """Returns a graph as one block without tables and adapter; inputs without a port are hidden states."""
+    """Return a graph as one block without tables and adapter; inputs without a port are hidden states."""
     graph = graph_module.graph
     for node in graph.find_nodes(op="placeholder"):
         node.meta.setdefault(PORT, Port(HIDDEN_STATES, is_differentiable=True))
@@ -364,7 +364,7 @@ class _Packing:
         return split_values
 
     def _rows_and_tokens_first(self, value: Node) -> tuple[list[int], list[int]]:
-        """Returns the permutation that puts rows and tokens first, and the resulting shape."""
+        """Return the permutation that puts rows and tokens first, and the resulting shape."""
         shape = list(value.meta["val"].shape)
         if shape[0] == prod(self.sizes):
             return list(range(len(shape))), [*self.sizes, *shape[1:]]
@@ -385,7 +385,7 @@ class _Packing:
 
 
 def _signature(graph_module: GraphModule, graph: Graph) -> tuple[Any, ...]:
-    """Returns a value that is equal exactly for graphs that compute the same of their inputs and weights."""
+    """Return a value that is equal exactly for graphs that compute the same of their inputs and weights."""
     numbers: dict[Node, int] = {}
     weights: dict[str, int] = {}
     lines: list[tuple[Any, ...]] = []

@@ -17,7 +17,7 @@ import torch
 from torch.fx import Node
 
 from prge.errors import Refusal
-from server_export.ir.walks import descendants
+from server_export.ir.traversal import descendants
 from server_export.trace.layers import Stretch, Values
 
 
@@ -25,7 +25,7 @@ from server_export.trace.layers import Stretch, Values
 def experts(
     states: torch.Tensor, shares: torch.Tensor, index: torch.Tensor, number: int, out: int
 ) -> torch.Tensor:
-    """Returns the output of the experts of the layer with this number."""
+    """Return the output of the experts of the layer with this number."""
     raise NotImplementedError("Experts are traced and become blocks; the operator is never run.")
 
 
@@ -40,7 +40,7 @@ EXPERTS = torch.ops.prge.experts.default
 def split_at_experts(
     nodes: Sequence[Node], flow: set[Node], stretches: Sequence[Stretch]
 ) -> Iterator[Stretch]:
-    """Yields stretches that end before experts and start after them; a layer's rest joins the next layer.
+    """Yield stretches that end before experts and start after them; a layer's rest joins the next layer.
 
     Args:
         nodes: the nodes of the graph.
@@ -77,7 +77,7 @@ def split_at_experts(
 
 
 def _bypassing(nodes: Sequence[Node], flow: set[Node], experts: Sequence[Node]) -> Values:
-    """Returns the values that bypass the first experts: used after them, and independent of all experts."""
+    """Return the values that bypass the first experts: used after them, and independent of all experts."""
     after = descendants(experts)
     independent = flow - after
     return tuple(

@@ -36,7 +36,7 @@ _STACK = "nn_module_stack"
 
 
 def functional_graph(program: ExportedProgram) -> GraphModule:
-    """Returns the functional graph of a traced program; its nodes have `meta["val"]` and their module."""
+    """Return the functional graph of a traced program; its nodes have `meta["val"]` and their module."""
     changes_values = any(_mutates(node) for node in program.graph.nodes)
     if changes_values:
         with warnings.catch_warnings():
@@ -53,7 +53,7 @@ def functional_graph(program: ExportedProgram) -> GraphModule:
         graph.erase_node(node)
     _remove_empty_parts(graph)
     _write_full(graph)
-    _fold_scalars(graph_module)
+    _fold_known_numbers(graph_module)
     _write_linear(graph_module)
     if changes_values:
         remove_identities(graph_module.graph)
@@ -91,7 +91,7 @@ def _write_full(graph: Graph) -> None:
             node.kwargs = {"dtype": value.dtype, "device": torch.device("meta")}
 
 
-def _fold_scalars(graph_module: GraphModule) -> None:
+def _fold_known_numbers(graph_module: GraphModule) -> None:
     """Replace nodes that are computed from known scalars by numbers, in place."""
     values: dict[Node, Any] = {}
     for node in graph_module.graph.nodes:

@@ -24,7 +24,7 @@ _LAYOUTS = members(
     *(Category.SQUEEZE, Category.PERMUTE, Category.EXPAND, Category.EXPAND_LIKE),
 )
 # The most positions that a table may have before those of a row.
-_MOST_EXTRA = 8
+_MAX_EXTRA = 8
 
 
 class Positions:
@@ -78,12 +78,12 @@ class Positions:
         return list(ends)
 
     def known(self, node: Any) -> torch.Tensor | None:
-        """Returns a node's value for the longest row, or None if the node depends on more than positions."""
+        """Return a node's value for the longest row, or None if the node depends on more than positions."""
         value = self.of(node, self.longest) if node in self.is_computed else None
         return value if isinstance(value, torch.Tensor) else None
 
     def of(self, node: Node, length: int) -> Any:
-        """Returns a node's value for a row of `length` tokens."""
+        """Return a node's value for a row of `length` tokens."""
         if (node, length) not in self._known:
             self._known[node, length] = self._compute(node, length)
         return self._known[node, length]
@@ -95,7 +95,7 @@ class Positions:
             return self.tables.all[node.args[0]].of(length)
         is_arange = str(node.target).startswith("aten.arange")
         # A size in a change of layout may be a width, unless it is only slightly larger than the marker.
-        extra = TOKENS if is_arange else _MOST_EXTRA if node.target in _LAYOUTS else 0
+        extra = TOKENS if is_arange else _MAX_EXTRA if node.target in _LAYOUTS else 0
 
         def sized(value: Any) -> Any:
             if type(value) is int and TOKENS < value < TOKENS + extra:
@@ -124,7 +124,7 @@ class Positions:
 
 
 def _repeats(node: Node) -> bool:
-    """Returns whether a node repeats elements of each position, as rotations of neighbouring pairs do."""
+    """Return whether a node repeats elements of each position, as rotations of neighbouring pairs do."""
     if node.target is not aten.expand.default or not node.meta["val"].dtype.is_floating_point:
         return False
     before, after = node.args[0].meta["val"].shape, node.meta["val"].shape

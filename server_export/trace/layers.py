@@ -51,7 +51,7 @@ class Stretch:
 def stretches_of_layers(
     nodes: Sequence[Node], flow: set[Node], result: Node, all_read: bool = False
 ) -> list[Stretch] | None:
-    """Returns the stretches of a graph if several values are live where its layers end, else None.
+    """Return the stretches of a graph if several values are live where its layers end, else None.
 
     Parts that layers take of a value are computed where the value is: their nodes are moved.
 
@@ -106,7 +106,7 @@ def stretches_of_layers(
 
 
 def ends_of_layers(nodes: Sequence[Node]) -> list[int]:
-    """Returns the indices of the last nodes before the model's list of layers and within each layer.
+    """Return the indices of the last nodes before the model's list of layers and within each layer.
 
     If a model has several lists of layers, the one with the most nodes counts.
     """
@@ -126,27 +126,27 @@ def ends_of_layers(nodes: Sequence[Node]) -> list[int]:
 
 
 def _live_at(nodes: Sequence[Node], flow: set[Node], indices: Sequence[int]) -> list[list[Node]]:
-    """Returns the values of the flow that are used after each index."""
+    """Return the values of the flow that are used after each index."""
     index_of = {node: index for index, node in enumerate(nodes)}
     last = {node: max(map(index_of.__getitem__, node.users), default=-1) for node in flow}
     return [[node for node in nodes[: end + 1] if last.get(node, -1) > end] for end in indices]
 
 
 def _is_hidden_state(values: Sequence[Node], source: Node) -> bool:
-    """Returns whether the values are a single tensor f32 [rows, tokens, width]."""
+    """Return whether the values are a single tensor f32 [rows, tokens, width]."""
     sizes = tuple(source.meta["val"].shape)
     return len(values) == 1 and tuple(values[0].meta["val"].shape[:-1]) == sizes
 
 
 def _first_single_state(nodes: Sequence[Node], flow: set[Node], source: Node, start: int) -> list[int]:
-    """Returns the first index after `start` where hidden states are the only live value, if there is one."""
+    """Return the first index after `start` where hidden states are the only live value, if there is one."""
     indices = range(start + 1, len(nodes) - 1)
     live = zip(indices, _live_at(nodes, flow, indices), strict=True)
     return [index for index, values in live if _is_hidden_state(values, source)][:1]
 
 
 def _move_parts_to_source(nodes: Sequence[Node], flow: set[Node], ends: Sequence[int]) -> set[Node]:
-    """Move the parts that layers take of a value to where it is computed; returns the moved nodes."""
+    """Move the parts that layers take of a value to where it is computed; return the moved nodes."""
     block_of, moved = _stretch_of_nodes(nodes, ends), set[Node]()
     for node in nodes:
         users = list(node.users)
@@ -179,7 +179,7 @@ def _move_reshapes_to_reader(nodes: Sequence[Node], flow: set[Node], ends: Seque
 
 
 def _stretch_of_nodes(nodes: Sequence[Node], ends: Sequence[int]) -> dict[Node, int]:
-    """Returns how many of the given end indices precede each node."""
+    """Return how many of the given end indices precede each node."""
     numbers, number = dict[Node, int](), 0
     for index, node in enumerate(nodes):
         numbers[node] = number
@@ -188,7 +188,7 @@ def _stretch_of_nodes(nodes: Sequence[Node], ends: Sequence[int]) -> dict[Node, 
 
 
 def _may_cross(node: Node, source: Node) -> bool:
-    """Returns whether a value is a float tensor with one row of numbers per token."""
+    """Return whether a value is a float tensor with one row of numbers per token."""
     value, (rows, tokens) = node.meta.get("val"), source.meta["val"].shape
     if not isinstance(value, torch.Tensor) or value.dtype != torch.float32:
         return False

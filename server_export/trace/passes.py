@@ -22,7 +22,7 @@ ALL = "all models"
 _STACK = "nn_module_stack"
 # Prefix of module paths in a traced graph.
 _WHOLE = "model."
-_MOST_NAMES = 4
+_MAX_NAMES = 4
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Change:
         return max(self.removed.total(), self.added.total()) + self.replaced.total()
 
     def describe(self) -> str:
-        """Returns one line with the name of the pass, the changes and the affected modules."""
+        """Return one line with the name of the pass, the changes and the affected modules."""
         parts = []
         if self.replaced:
             parts.append(f"replaces {_format_counts(self.replaced)} of the model")
@@ -68,8 +68,8 @@ class Change:
         elif self.added:
             parts.append(f"adds {_format_counts(self.added)}")
         names = [*self.modules]
-        ellipsis = f", ... ({len(names)} in all)" if len(names) > _MOST_NAMES else ""
-        location = f" [{', '.join(names[:_MOST_NAMES])}{ellipsis}]" if names else ""
+        ellipsis = f", ... ({len(names)} in all)" if len(names) > _MAX_NAMES else ""
+        location = f" [{', '.join(names[:_MAX_NAMES])}{ellipsis}]" if names else ""
         return f"{self.name}: {'; '.join(parts)}{location}"
 
 
@@ -133,7 +133,7 @@ def run_passes(
 
 
 def _operators_by_node(graph_module: GraphModule) -> dict[Node, str]:
-    """Returns operator names by node, so that a node whose operator is exchanged counts as changed."""
+    """Return operator names by node, so that a node whose operator is exchanged counts as changed."""
     return {node: _operator_name(node) for node in graph_module.graph.nodes if node.op == "call_function"}
 
 
@@ -143,7 +143,7 @@ def _operator_name(node: Node) -> str:
 
 
 def module_of(node: Node) -> str:
-    """Returns the path of the module that a node was traced in, or an empty string if it is unknown."""
+    """Return the path of the module that a node was traced in, or an empty string if it is unknown."""
     stack: Mapping[str, Any] = node.meta.get(_STACK) or {}
     return next((str(path) for path, _ in reversed([*stack.values()])), "")
 
@@ -153,7 +153,7 @@ def _mask_layer_numbers(name: str) -> str:
 
 
 def _identities(model: Any) -> dict[str, Any]:
-    """Returns the identities of what a pattern may replace: modules, their forward, tensors, attention."""
+    """Return the identities of what a pattern may replace: modules, their forward, tensors, attention."""
     modules = {
         name or "model": (id(each), id(vars(each).get("forward"))) for name, each in model.named_modules()
     }

@@ -19,13 +19,13 @@ POSITION_IDS = "position_ids"
 
 
 def first_position(model: nn.Module) -> int:
-    """Returns the first position id of a row; RoBERTa-like models count from after the padding token."""
+    """Return the first position id of a row; RoBERTa-like models count from after the padding token."""
     padding = (getattr(module, "padding_idx", None) for module in _position_tables(model))
     return next((int(index) + 1 for index in padding if index is not None), _first_row_of_own_ids(model))
 
 
 def _first_row_of_own_ids(model: nn.Module) -> int:
-    """Returns how many rows of a position embedding precede those of the model's own position ids."""
+    """Return how many rows of a position embedding precede those of the model's own position ids."""
     for module in model.modules():
         position_ids = _own_position_ids(module)
         tables = (getattr(module, name, None) for name in POSITION_EMBEDDINGS)
@@ -40,14 +40,14 @@ def _own_position_ids(module: nn.Module) -> torch.Tensor | None:
 
 
 def _position_tables(model: nn.Module) -> Iterator[nn.Module]:
-    """Yields position embeddings, and the modules that compute position ids in older models."""
+    """Yield position embeddings, and the modules that compute position ids in older models."""
     for name, module in model.named_modules():
         if hasattr(module, "create_position_ids_from_input_ids") or name.endswith(POSITION_EMBEDDINGS):
             yield module
 
 
 def resolve_sequence_length(loaded: LoadedModel, requested: int | None) -> int:
-    """Returns the requested sequence length, or by default the usual one within the positions of the model.
+    """Return the requested sequence length, or by default the usual one within the positions of the model.
 
     Raises:
         ConfigError: the model has fewer positions than requested.
@@ -56,7 +56,7 @@ def resolve_sequence_length(loaded: LoadedModel, requested: int | None) -> int:
 
 
 def resolve_context_length(loaded: LoadedModel, requested: int | None, longest: int) -> int:
-    """Returns the longest text that the model may generate, at least as long as the longest training row.
+    """Return the longest text that the model may generate, at least as long as the longest training row.
 
     RoPE types that depend on the length use the frequencies of a row, so the context of such a model is
     limited to the length that it was trained with before its positions were extended.
@@ -73,7 +73,7 @@ def resolve_context_length(loaded: LoadedModel, requested: int | None, longest: 
 
 
 def position_count(loaded: LoadedModel) -> int | None:
-    """Returns how many positions a row may have, or None if the number is unlimited."""
+    """Return how many positions a row may have, or None if the number is unlimited."""
     limit = getattr(loaded.config, "max_position_embeddings", None) or 0
     # Some models use -1 for no limit.
     model = loaded.model
@@ -93,7 +93,7 @@ def _within(loaded: LoadedModel, name: str, requested: int | None, default: int,
 
 
 def position_numbers(loaded: LoadedModel, length: int) -> torch.Tensor:
-    """Returns the position ids i64 [1, length] of a right-padded row.
+    """Return the position ids i64 [1, length] of a right-padded row.
 
     Raises:
         ConfigError: the model has fewer positions.

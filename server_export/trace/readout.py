@@ -16,7 +16,7 @@ Pooling = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def at_positions(states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Gather states [rows, length, width] at positions i64 [rows, count]; returns [rows, count, width]."""
+    """Gather states [rows, length, width] at positions i64 [rows, count]; return [rows, count, width]."""
     rows, length, width = states.shape
     starts = torch.arange(0, rows * length, length).reshape(rows, 1)
     gathered = states.reshape(rows * length, width).index_select(0, (positions + starts).reshape(-1))
@@ -24,12 +24,12 @@ def at_positions(states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 def log_probabilities(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Returns log p(target) [rows, count] from logits [rows, count, tokens] and targets i64 [rows, count]."""
+    """Return log p(target) [rows, count] from logits [rows, count, tokens] and targets i64 [rows, count]."""
     return torch.log_softmax(logits, -1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
 
 
 def pool_mean(states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Returns the mean of states [rows, length, width] over tokens with a mask float [rows, length] of 1."""
+    """Return the mean of states [rows, length, width] over tokens with a mask float [rows, length] of 1."""
     rows, length = mask.shape
     row = mask.reshape(rows, 1, length)
     # The product of the mask with itself counts the tokens within the delegate, without a constant per
@@ -40,12 +40,12 @@ def pool_mean(states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def pool_first(states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Returns the hidden state of the first token of every row."""
+    """Return the hidden state of the first token of every row."""
     return states[:, 0]
 
 
 def pooling_of(name: str | None) -> Pooling:
-    """Returns the pooling function with this name; None means the mean."""
+    """Return the pooling function with this name; None means the mean."""
     return pool_mean if name in (None, "mean") else pool_first
 
 
@@ -55,7 +55,7 @@ def _head_name(model: nn.Module) -> str:
 
 
 def shorten_head(model: nn.Module, rows: int) -> str:
-    """Replace the head of a model without weights by one with fewer rows; returns the name of the head."""
+    """Replace the head of a model without weights by one with fewer rows; return the name of the head."""
     name = _head_name(model)
     head: nn.Linear = model.get_submodule(name)
     shortened = nn.Linear(head.in_features, rows, bias=head.bias is not None, device="meta")
@@ -64,7 +64,7 @@ def shorten_head(model: nn.Module, rows: int) -> str:
 
 
 def readout_of(config: ExportConfig, loaded: LoadedModel) -> str:
-    """Returns the readout of a model's programs.
+    """Return the readout of a model's programs.
 
     Raises:
         ConfigError: the model doesn't have the configured readout.
@@ -72,7 +72,7 @@ def readout_of(config: ExportConfig, loaded: LoadedModel) -> str:
     if not loaded.is_decoder:
         if config.readout not in (None, "pooled"):
             raise ConfigError(
-                "the readout doesn't fit the model:",
+                "The readout doesn't fit the model:",
                 [
                     f"{loaded.name_or_path} is an encoder ({loaded.config.model_type}), "
                     "it has the readout pooled only"

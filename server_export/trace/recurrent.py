@@ -12,7 +12,7 @@ from server_export.trace.tables import ModelTables
 
 
 def scan(tables: ModelTables, factor: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """An elementwise recurrence: output[t] = factor[t] output[t - 1] + source[t].
+    """Compute an elementwise recurrence: output[t] = factor[t] output[t - 1] + source[t].
 
     Args:
         tables: the tables of the model.
@@ -40,7 +40,7 @@ def recurrence(
     decay: torch.Tensor,
     strength: torch.Tensor | None,
 ) -> torch.Tensor:
-    """A matrix state per head that tokens update and read; returns f32 [rows, tokens, heads, width].
+    """Update a matrix state per head by tokens, which read it; return f32 [rows, tokens, heads, width].
 
     Args:
         tables: the tables of the model.

@@ -31,7 +31,7 @@ def write_rotations_as_linear(graph_module: GraphModule) -> None:
 
 
 def _halves(node: Node) -> Node | None:
-    """Returns x if a node is cat(-x[half:], x[:half]) in the last of four dimensions, else None."""
+    """Return x if a node is cat(-x[half:], x[:half]) in the last of four dimensions, else None."""
     parts: Any = node.args[0]
     if len(parts) != 2 or parts[0].target is not aten.neg.default:
         return None
@@ -54,7 +54,7 @@ def rotate_by_linear(writer: GraphWriter, source: Node, of_halves: bool) -> Node
 
 
 def bounds_of(node: Any, source: Node, width: int) -> tuple[int, int, int] | None:
-    """Returns start, end and step of a slice of the last of four dimensions, or None for other nodes."""
+    """Return start, end and step of a slice of the last of four dimensions, or None for other nodes."""
     if not isinstance(node, Node) or node.target is not aten.slice.Tensor or node.args[0] is not source:
         return None
     arguments: list[Any] = list(node.args[1:])

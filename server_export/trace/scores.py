@@ -25,7 +25,7 @@ Known = Callable[[Any], torch.Tensor | None]
 
 
 def causal_window(hidden: torch.Tensor) -> int | None:
-    """Returns the window of a causal mask bool [..., length, length], or the length if there is none.
+    """Return the window of a causal mask bool [..., length, length], or the length if there is none.
 
     The result is None if the mask isn't causal.
     """
@@ -40,7 +40,7 @@ def causal_window(hidden: torch.Tensor) -> int | None:
 
 
 def readers_of(node: Node, known: Known) -> Iterator[Node]:
-    """Yields the users of a value, through changes of its layout, that depend on more than positions."""
+    """Yield the users of a value, through changes of its layout, that depend on more than positions."""
     for user in [*node.users]:
         if user.target is aten._assert_tensor_metadata.default:
             continue
@@ -61,7 +61,7 @@ def wider_product(writer: GraphWriter, product: Any, query_element: Node, key_el
 
 
 def product_of(scores: Node, known: Known) -> tuple[Node, float] | None:
-    """Returns the matrix product that computes the scores, and the factor by which the scores are scaled."""
+    """Return the matrix product that computes the scores, and the factor by which the scores are scaled."""
     node, scale = scores, 1.0
     while node.target not in PRODUCTS:
         if node.target in (aten.mul.Tensor, aten.div.Tensor) and isinstance(node.args[1], int | float):
@@ -77,5 +77,5 @@ def product_of(scores: Node, known: Known) -> tuple[Node, float] | None:
 
 
 def unknown_inputs(node: Node, known: Known) -> list[Node]:
-    """Returns the inputs of a node that depend on more than positions."""
+    """Return the inputs of a node that depend on more than positions."""
     return [each for each in node.all_input_nodes if known(each) is None]

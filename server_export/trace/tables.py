@@ -25,7 +25,7 @@ from server_export.trace.attention import causal_mask
 
 @torch.library.custom_op("prge::table", mutates_args=())
 def table(number: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Returns the table with this number; the operator is traced and never run."""
+    """Return the table with this number; the operator is traced and never run."""
     raise NotImplementedError("A table is traced and becomes an input; the operator is never run.")
 
 
@@ -41,13 +41,14 @@ TABLE = torch.ops.prge.table.default
 class ModelTable:
     """The contents of a table for sequences of any length.
 
-    `type` is one of
-        `causal`: a mask f32 [members, length, length]: a token sees itself and `window` - 1 tokens before it;
-        `rotary`: the first rows of `values` f32 [longest, width], as [1, length, width];
-        `positions`: i64 [1, length], counted from `first`;
-        `zeros`: i64 [1, length];
-        `relative`: [members, length, length] of `values` [2 longest - 1], one per distance of tokens;
-        a type of prge.formats.relations.
+    Types of tables; see also prge.formats.chain.TableSpec:
+
+    - `causal`: a mask f32 [members, length, length]; a token sees itself and `window` - 1 tokens before it.
+    - `rotary`: the first rows of `values` f32 [longest, width], as [1, length, width].
+    - `positions`: i64 [1, length], counted from `first`.
+    - `zeros`: i64 [1, length].
+    - `relative`: [members, length, length] of `values` [2 longest - 1], one per distance of tokens.
+    - a type of prge.formats.relations.
     """
 
     type: str
@@ -57,7 +58,7 @@ class ModelTable:
     values: torch.Tensor | NDArray[Any] | None = None
 
     def of(self, length: int) -> torch.Tensor:
-        """Returns the table for sequences of `length` tokens."""
+        """Return the table for sequences of `length` tokens."""
         if self.type == "causal":
             return causal_mask(length, self.window, torch.float32).repeat(self.members, 1, 1)
         if self.type == "positions":
@@ -89,7 +90,7 @@ class ModelTables:
         self._numbers: dict[Hashable, int] = {}
 
     def causal(self, length: int, window: int | None, members: int) -> torch.Tensor:
-        """Returns a causal mask f32 [members, length, length] for the queries of a group of heads."""
+        """Return a causal mask f32 [members, length, length] for the queries of a group of heads."""
         window = None if window is None or window >= self.longest else window
         return self.request(
             ("causal", window, members),
@@ -99,7 +100,7 @@ class ModelTables:
         )
 
     def window(self, length: int, window: int, members: int) -> torch.Tensor:
-        """Returns a mask f32 [members, length, length]: a token sees `window` - 1 tokens on each side."""
+        """Return a mask f32 [members, length, length]: a token sees `window` - 1 tokens on each side."""
         # numpy, because tensors have no values while a model is traced.
         distance = np.abs(np.arange(1 - self.longest, self.longest))
         values = np.where(distance < window, np.float32(0), np.float32(MASKED))
@@ -111,19 +112,19 @@ class ModelTables:
         )
 
     def positions(self, length: int, first: int) -> torch.Tensor:
-        """Returns position ids i64 [1, length]."""
+        """Return position ids i64 [1, length]."""
         return self.request(
             "positions", lambda: ModelTable("positions", first=first), (1, length), torch.long
         )
 
     def zeros(self, length: int) -> torch.Tensor:
-        """Returns token types i64 [1, length] that are all 0."""
+        """Return token types i64 [1, length] that are all 0."""
         return self.request("zeros", lambda: ModelTable("zeros"), (1, length), torch.long)
 
     def relation(
         self, table_type: str, length: int, first: int = 0, window: int | None = None
     ) -> torch.Tensor:
-        """Returns a table f32 that relates the positions of tokens; see prge.formats.relations."""
+        """Return a table f32 that relates the positions of tokens; see prge.formats.relations."""
         return self.request(
             (table_type, first, window),
             lambda: ModelTable(table_type, window, first),
@@ -146,7 +147,7 @@ class ModelTables:
         return result
 
     def number(self, key: Hashable, make: Callable[[], ModelTable]) -> int:
-        """Returns the index of a table in `all`; equal keys give the same table."""
+        """Return the index of a table in `all`; equal keys give the same table."""
         if key not in self._numbers:
             self._numbers[key] = len(self.all)
             self.all.append(make())
@@ -189,7 +190,7 @@ class TableRotary(nn.Module):
     def forward(
         self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None
     ) -> tuple[torch.Tensor, ...]:
-        """Returns cosines and sines f32 [1, length, width]."""
+        """Return cosines and sines f32 [1, length, width]."""
         length = position_ids.shape[-1]
         return tuple(
             self.tables.request(
@@ -203,7 +204,7 @@ class TableRotary(nn.Module):
 
 
 def rotary_names(model: nn.Module) -> list[str]:
-    """Returns the paths of a model's rotary embeddings."""
+    """Return the paths of a model's rotary embeddings."""
     return [
         name
         for name, module in model.named_modules()
@@ -212,7 +213,7 @@ def rotary_names(model: nn.Module) -> list[str]:
 
 
 def make_rotary_tables(model: nn.Module, tables: ModelTables) -> int:
-    """Replace rotary embeddings that return cosines and sines by tables; returns how many were replaced.
+    """Replace rotary embeddings that return cosines and sines by tables; return how many were replaced.
 
     Args:
         model: may lack its weights.
@@ -233,7 +234,7 @@ def make_rotary_tables(model: nn.Module, tables: ModelTables) -> int:
 
 
 def rotary_values(model: nn.Module, name: str, longest: int) -> dict[str | None, Any]:
-    """Returns the outputs of a model's rotary embedding for `longest` positions, by layer type."""
+    """Return the outputs of a model's rotary embedding for `longest` positions, by layer type."""
     embedding: Any = model.get_submodule(name)
     config = getattr(embedding, "config", model.config)
     # A new instance, because the one of a model without weights has no frequencies.

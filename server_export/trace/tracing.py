@@ -28,7 +28,7 @@ from server_export.checkpoint.classifier import hidden_states_of
 from server_export.ir.markers import BATCH, TOKENS
 from server_export.ir.operators import Category, members
 from server_export.ir.softmax_parts import SOFTMAX_PARTS
-from server_export.ir.walks import readers
+from server_export.ir.traversal import readers
 from server_export.trace import attention, patterns
 from server_export.trace.functional import functional_graph
 from server_export.trace.model_graph import ModelGraph, TracedModel
@@ -98,18 +98,18 @@ class _ModelWithReadout(nn.Module):
         return hidden_states_of(output, length)
 
 
-class _WithKnownScalars(TorchFunctionMode):
+class _NumbersOnCpu(TorchFunctionMode):
     """Keeps tensors that a model creates from numbers on the CPU, so that their values are known."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.Tensor.__getitem__ and isinstance(args[1], tuple):
             args = (args[0], tuple(_as_slice(index) for index in args[1]))
-        is_scalar = function is torch.tensor and isinstance(args[0], bool | int | float)
-        return function(*args, **{**(kwargs or {}), **({"device": "cpu"} if is_scalar else {})})
+        is_number = function is torch.tensor and isinstance(args[0], bool | int | float)
+        return function(*args, **{**(kwargs or {}), **({"device": "cpu"} if is_number else {})})
 
 
 def _as_slice(index: Any) -> Any:
-    """Returns a list of one integer as a slice, for which PyTorch creates no tensor."""
+    """Return a list of one integer as a slice, for which PyTorch creates no tensor."""
     if isinstance(index, list) and len(index) == 1 and type(index[0]) is int:
         return slice(index[0], index[0] + 1 or None)
     return index
@@ -158,7 +158,7 @@ def trace(
 
         def exported(call: Call) -> ExportedProgram:
             model_with_readout = _ModelWithReadout(traced, inputs, adapter, first_position, call).eval()
-            with _WithKnownScalars():
+            with _NumbersOnCpu():
                 return torch.export.export(model_with_readout, example_inputs, strict=False)
 
         with patterns.tracing(traced, call_model, changes) as call:
@@ -171,7 +171,7 @@ def trace(
 def _export_reading_masks(
     traced: TracedModel, exported: Callable[[Call], ExportedProgram], call: Call, changes: Changes | None
 ) -> ExportedProgram:
-    """Returns a program that reads the model's masks, traced again with a pattern if necessary."""
+    """Return a program that reads the model's masks, traced again with a pattern if necessary."""
     program, failure = None, None
     try:
         program = exported(call)
@@ -212,12 +212,12 @@ def _refuse_data_dependence() -> Iterator[None]:
         raise Refusal(
             "data-dependent-control-flow",
             f"The control flow of the model depends on values that it computes: {first_line(error)}",
-            remedy="Programs cannot branch on values. Use a checkpoint of another model type.",
+            remedy="Programs can't branch on values. Use a checkpoint of another model type.",
         ) from error
 
 
 def _reads_masks(program: ExportedProgram, traced: TracedModel) -> bool:
-    """Returns whether a decoder's attention reads causal masks, or an encoder only adds its padding."""
+    """Return whether a decoder's attention reads causal masks, or an encoder only adds its padding."""
     return (
         _only_adds_padding(program)
         if not traced.is_decoder
@@ -240,13 +240,13 @@ def refuse_complex_values(graph: ModelGraph) -> None:
 
 
 def _has_no_causal_mask(exported: ExportedProgram, tables: ModelTables) -> bool:
-    """Returns whether a traced decoder has attention, but none that reads a causal mask."""
+    """Return whether a traced decoder has attention, but none that reads a causal mask."""
     has_attention = any(exported.graph.find_nodes(op="call_function", target=aten.softmax.int))
     return has_attention and not any(table.type == "causal" for table in tables.all)
 
 
 def _only_adds_padding(exported: ExportedProgram) -> bool:
-    """Returns whether a traced encoder adds its padding to scores and uses it for nothing else.
+    """Return whether a traced encoder adds its padding to scores and uses it for nothing else.
 
     A classification head may count the tokens of a row by comparing the padding.
     """
@@ -256,6 +256,6 @@ def _only_adds_padding(exported: ExportedProgram) -> bool:
     return all(
         user.op == "output"
         or user.target in (aten.add.Tensor, aten.add_.Tensor)
-        or (user.target is aten.ge.Scalar and user.args[1] == attention.LEAST_SEEN)
+        or (user.target is aten.ge.Scalar and user.args[1] == attention.MIN_SEEN)
         for user in readers(mask_or_targets, _LAYOUTS)
     )

@@ -1,7 +1,7 @@
 """From rows to a tuned model: measured facts decide all settings, and each stage runs a verb.
 
 settings.py            the user's settings; all except model, rows and folder have defaults
-named_rows.py          reading and checking the user's rows
+user_rows.py           reading and checking the user's rows
 row_files.py           the rows in the folder of the tuning
 record.py              decisions and facts in the folder, from which an interrupted tuning continues
 decisions.py           decisions as pure functions of facts

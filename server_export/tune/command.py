@@ -12,7 +12,7 @@ from prge.formats.run_folder import DECISIONS, write_json
 from prge.system.progress import format_duration
 from prge.system.terminal import best_effort
 from prge.system.threads import set_passive_wait_policy
-from prge.training.evaluation import displacement
+from prge.training.evaluation import displacement_warning
 from server_export.tune.samples import sample_lines
 from server_export.tune.settings import TuneSettings
 
@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         is_begun = (settings.out / DECISIONS).is_file()
         hint = (
-            f"stopped; go on with: prge tune --resume {settings.out}" if is_begun else "nothing was written"
+            f"stopped; resume with: prge tune --resume {settings.out}" if is_begun else "nothing was written"
         )
         # On standard error, since standard output may be a file.
         with best_effort(sys.stderr):
@@ -52,7 +52,7 @@ def result_lines(out: Path, result: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name:<16}{earlier}{after[name]:>12.4g}"
     if result["final_step"] == 0:
         yield "no step scored better than the start, so the adapter is the initial one"
-    if warning := displacement(after):
+    if warning := displacement_warning(after):
         yield f"note: {warning}"
     yield from sample_lines(result["samples"] or {})
     if scheme := result["quantization"]:

@@ -21,7 +21,7 @@ _SMALL_MODEL = 50_000_000
 _LENGTH_STEP, _SHORTEST_LENGTH = 64, 64
 # Epochs of a run, and bounds on the number of rows that it reads. Too many steps cost only time, since the
 # best step on development rows is the result.
-_EPOCHS, _FEWEST_READ, _MOST_READ, _MOST_EPOCHS = 3, 2_400, 24_000, 40
+_EPOCHS, _MIN_READ, _MAX_READ, _MAX_EPOCHS = 3, 2_400, 24_000, 40
 # Batch sizes by the least number of training rows that they need.
 _BATCHES = ((1_000, 16), (200, 8), (40, 4), (10, 2))
 _EVALUATIONS = 10
@@ -29,18 +29,18 @@ _EVALUATIONS = 10
 _FOLDED_ROWS = 10
 # Number of completion tokens for each nat of a margin; and the usual beta, for completions of hundreds of
 # tokens.
-_TOKENS_PER_NAT, _LEAST_BETA = 10, 0.1
+_TOKENS_PER_NAT, _MIN_BETA = 10, 0.1
 # The largest adapter, and the share of the memory limit that its values may take.
 ALL_LAYERS: Mapping[str, Any] = {"target_modules": ["all-linear"], "rank": 16, "adapter": "lora"}
 _ADAPTER_SHARE = 1 / 4
 # A loss below this share of another loss is lower by more than chance.
-_CLEARLY = 0.98
+_CLEAR_GAIN = 0.98
 # Largest share of a memory limit that an estimate may take.
 _MARGIN = 0.95
 # Largest share of the remaining time that an estimate may take; and least share of all time for training.
-_MARGIN_OF_TIME, _LEAST_SHARE = 0.95, 1 / 3
+_MARGIN_OF_TIME, _MIN_SHARE = 0.95, 1 / 3
 # Fewest steps of a final run with a search: losses of shorter search runs differ only by chance.
-_FEWEST_SEARCHED = 24
+_MIN_SEARCHED = 24
 
 # The grid of the search.
 RATES = (1e-3, 3e-3, 1e-2, 3e-2)
@@ -141,7 +141,7 @@ def prepend_bos(name: str, without: float, begun: float) -> Decision:
         begun: this loss with the token at the beginning.
     """
     losses = f"the frozen model's loss of target tokens is {begun:.4g} after {name}, {without:.4g} without"
-    return Decision("prepend_bos", "always" if begun < _CLEARLY * without else "never", losses)
+    return Decision("prepend_bos", "always" if begun < _CLEAR_GAIN * without else "never", losses)
 
 
 def adapted(
@@ -215,13 +215,13 @@ def beta(facts: RowFacts) -> Decision | None:
     if facts.objective not in ("dpo", "kto"):
         return None
     tokens = facts.targets / (facts.rows * facts.widest)
-    value = float(f"{min(max(_TOKENS_PER_NAT * 2 / tokens, _LEAST_BETA), 1.0):.2g}")
+    value = float(f"{min(max(_TOKENS_PER_NAT * 2 / tokens, _MIN_BETA), 1.0):.2g}")
     return Decision("beta", value, f"completions have {tokens:.3g} tokens on average")
 
 
 def steps(facts: RowFacts, batch: int, epochs: float | None = None) -> Decision:
     """Choose the steps of the final run; `epochs` is the user's choice, if there is one."""
-    read: float = min(max(_EPOCHS * facts.rows, _FEWEST_READ), _MOST_READ, _MOST_EPOCHS * facts.rows)
+    read: float = min(max(_EPOCHS * facts.rows, _MIN_READ), _MAX_READ, _MAX_EPOCHS * facts.rows)
     if epochs is not None:
         read = epochs * facts.rows
     count = max(math.ceil(read / batch), 1)
@@ -252,7 +252,7 @@ def training_seconds(count: int, pace: Pace, searched: bool) -> float:
     return seconds + pace.start + count * pace.step + (_EVALUATIONS + 1) * pace.evaluation
 
 
-def steps_in(minutes: float, spent: float, pace: Pace, most: Decision, searched: bool) -> list[Decision]:
+def steps_in(minutes: float, spent: float, pace: Pace, unlimited: Decision, searched: bool) -> list[Decision]:
     """Choose the steps of the final run for a time limit, and a learning rate if the search takes too long.
 
     Search and training get at least a third of the minutes, even if the export took longer.
@@ -261,12 +261,12 @@ def steps_in(minutes: float, spent: float, pace: Pace, most: Decision, searched:
         minutes: the user's time limit for the whole tuning.
         spent: seconds of everything else: before training, and after the final run.
         pace: durations of a run's parts.
-        most: the steps without a time limit.
+        unlimited: the steps without a time limit.
         searched: whether the learning rate is searched.
     """
-    left = max(60 * minutes - spent, 60 * minutes * _LEAST_SHARE)
+    left = max(60 * minutes - spent, 60 * minutes * _MIN_SHARE)
     room = _MARGIN_OF_TIME * left
-    counts = range(1, most.value + 1)
+    counts = range(1, unlimited.value + 1)
 
     def fitting(searched: bool) -> int:
         return bisect_right(counts, room, key=lambda count: training_seconds(count, pace, searched))
@@ -274,9 +274,9 @@ def steps_in(minutes: float, spent: float, pace: Pace, most: Decision, searched:
     rest = "take a third" if spent + left > 60 * minutes else f"have {format_duration(left)} left"
     why = f"search and training {rest} of {minutes:g} minutes, at {pace.step:.3g} s a step"
     count = fitting(searched)
-    if count >= most.value:
-        return [most]
-    if not searched or count >= _FEWEST_SEARCHED:
+    if count >= unlimited.value:
+        return [unlimited]
+    if not searched or count >= _MIN_SEARCHED:
         return [Decision("steps", max(count, 1), why)]
     return [
         Decision("steps", max(fitting(searched=False), 1), why),

@@ -100,13 +100,13 @@ class PhoneMachine:
         for check in checks.values():
             if check["state"] == "missing":
                 raise PrgeError(
-                    f"The phone can't train: {check['name']}: {check['found']}",
+                    f"The phone can't train: {check['name']}: {check['detail']}",
                     remedy=check["remedy"],
-                    code="phone-cannot-train",
+                    code="phone-can't-train",
                 )
         values = {name: check["value"] for name, check in checks.items()}
         return PhoneFacts(
-            values["device"], checks["device"]["found"], values.get("memory"), values.get("speed")
+            values["device"], checks["device"]["detail"], values.get("memory"), values.get("speed")
         )
 
     def run_name(self, folder: Path) -> str:

@@ -27,13 +27,15 @@ from server_export.check.estimation import Estimate, check_resources, estimate
 from server_export.settings import EstimateConfig
 from server_export.tune import decisions
 from server_export.tune.decisions import Decision, RowFacts
-from server_export.tune.named_rows import NamedRows
 from server_export.tune.record import Record
 from server_export.tune.row_files import RowFiles
 from server_export.tune.settings import TuneSettings
 from server_export.tune.tokenizing import ROWS, Tokenizing
+from server_export.tune.user_rows import UserRows
 
-_LESS = "Give more, or use --quantize 8da4w, a smaller --sequence-length or --rank, or --adapt-layers top:k."
+_REMEDY = (
+    "Give more, or use --quantize 8da4w, a smaller --sequence-length or --rank, or --adapt-layers top:k."
+)
 
 
 class DecisionMaker:
@@ -60,7 +62,7 @@ class DecisionMaker:
             decision = make() if user_value is None else Decision(name, user_value, "given by the user")
             self._record.decide(*([decision] if decision else []))
 
-    def for_export(self, rows: NamedRows) -> dict[Part, list[Row]]:
+    def for_export(self, rows: UserRows) -> dict[Part, list[Row]]:
         """Decide quantization, adapter, chat template, first token and sequence length of a bundle.
 
         Returns:
@@ -84,10 +86,12 @@ class DecisionMaker:
         tokenizer = tokenizing.device_tokenizer(chat_template, None)
         longest = rows.check(tokenizer, spec)
 
-        def some(tokenizer: Tokenizer) -> Sequence[Example]:
-            return rows.some(ROWS, tokenizer, spec)
+        def sample_examples(tokenizer: Tokenizer) -> Sequence[Example]:
+            return rows.sample_examples(ROWS, tokenizer, spec)
 
-        self.decide("prepend_bos", settings.prepend_bos, lambda: tokenizing.decide_bos(chat_template, some))
+        self.decide(
+            "prepend_bos", settings.prepend_bos, lambda: tokenizing.decide_bos(chat_template, sample_examples)
+        )
         if begins := self._record.value("prepend_bos"):
             why = next(each.why for each in self._record.decisions if each.name == "prepend_bos")
             rows.notes.append(f"prepend_bos is {begins}: {why}")
@@ -107,10 +111,10 @@ class DecisionMaker:
         if limit := self._limit():
             # Refused within seconds, and not after minutes of an export.
             needed = _on_a_row(estimated, model, min(length, longest))
-            fit_budget(limit, needed, estimated.weights, "a run of this model", _LESS)
+            fit_budget(limit, needed, estimated.weights, "a run of this model", _REMEDY)
         return rows.split(tokenizer, replace(spec, sequence_length=length))
 
-    def _decide_adapter(self, model: str, rows: NamedRows) -> Estimate:
+    def _decide_adapter(self, model: str, rows: UserRows) -> Estimate:
         """Decide quantization, adapter and roles, and return the estimate of such a bundle."""
         settings = self._settings
         try:

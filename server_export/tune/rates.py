@@ -16,8 +16,8 @@ Trial = tuple[float, int, float]
 # Steps of a first run as a share of the final run's, and factor from a first run to a longer one.
 _FIRST_SHARE, _LONGER = 1 / 12, 3
 _FINALISTS = 3
-_FEWEST_STEPS = 8
-_BEYOND, _MOST_BEYOND = 3.0, 2
+_MIN_STEPS = 8
+_BEYOND, _MAX_BEYOND = 3.0, 2
 
 
 def search_rates(run: Callable[[float, int], float], rates: Sequence[float], steps: int) -> list[Trial]:
@@ -33,7 +33,7 @@ def search_rates(run: Callable[[float, int], float], rates: Sequence[float], ste
         Learning rate, steps and loss of every run, in order.
     """
     few, more = _lengths(steps)
-    losses = grid_losses(lambda rate: run(rate, few), rates, _BEYOND, _MOST_BEYOND)
+    losses = grid_losses(lambda rate: run(rate, few), rates, _BEYOND, _MAX_BEYOND)
     first = [(rate, few, loss) for rate, loss in losses.items()]
     if more == few:
         return first
@@ -55,7 +55,7 @@ def rates_around(centre: float, factor: float, trials: int) -> list[float]:
 
 
 def grid_losses(
-    loss: Callable[[float], float], rates: Sequence[float], factor: float, most: int
+    loss: Callable[[float], float], rates: Sequence[float], factor: float, max_extra: int
 ) -> dict[float, float]:
     """Return the losses of the rates of a grid, and of further rates beyond the end where the best one is.
 
@@ -63,10 +63,10 @@ def grid_losses(
         loss: returns the loss of a rate; not finite if training diverged.
         rates: grid of rates; a single rate is not extended.
         factor: ratio of neighbours.
-        most: most rates to try beyond an end; lower ones if no rate of the grid has a finite loss.
+        max_extra: maximum number of rates to try beyond an end: lower ones if no loss of the grid is finite.
     """
     losses = {rate: loss(rate) for rate in rates}
-    for _ in range(most if len(losses) > 1 else 0):
+    for _ in range(max_extra if len(losses) > 1 else 0):
         best = best_rate(losses)
         if best is None or best == min(losses):
             beyond = _rounded(min(losses) / factor)
@@ -87,12 +87,12 @@ def best_rate(losses: Mapping[float, float]) -> float | None:
 def longest_search(rates: int, steps: int) -> list[int]:
     """Return the steps of every run of the longest possible search over a grid of `rates` rates."""
     few, more = _lengths(steps)
-    return [few] * (rates + _MOST_BEYOND) + [more] * _FINALISTS * (more != few)
+    return [few] * (rates + _MAX_BEYOND) + [more] * _FINALISTS * (more != few)
 
 
 def _lengths(steps: int) -> tuple[int, int]:
     """Return the steps of a first run and of a longer one."""
-    few = min(max(round(_FIRST_SHARE * steps), _FEWEST_STEPS), steps)
+    few = min(max(round(_FIRST_SHARE * steps), _MIN_STEPS), steps)
     return few, min(_LONGER * few, steps)
 
 

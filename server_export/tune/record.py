@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from prge.cli.settings import PATH_LIKE_SETTINGS, settings_to_yaml
-from prge.errors import ConfigError, RunError, shown
+from prge.errors import ConfigError, RunError, format_value
 from prge.formats.documents import mapping
 from prge.formats.run_folder import CONFIG, DECISIONS, JOURNAL, LOCK, SUMMARY
 from prge.formats.stored_settings import is_outside, write_settings
@@ -56,7 +56,7 @@ class Record:
         if not self._path.is_file():
             return
         content = _read(self._path)
-        self._check_places(content)
+        self._check_paths(content)
         # Settings that an earlier version lacked had their default values.
         defaults = {item.name: item.default for item in fields(TuneSettings) if item.default is not MISSING}
         before = json.loads(json.dumps(defaults, default=str)) | content["settings"]
@@ -92,7 +92,7 @@ class Record:
             self._correct(current, done)
         self._write()
 
-    def _check_places(self, content: dict[str, Any]) -> None:
+    def _check_paths(self, content: dict[str, Any]) -> None:
         """Raise RunError if the record, which may come from a stranger, names paths outside of its folder."""
         own = {
             str(getattr(each, name, None))
@@ -106,7 +106,7 @@ class Record:
         for name, value in named.items():
             if isinstance(value, str) and value not in own and is_outside(self._settings.out, value):
                 raise RunError(
-                    f"{self._path} names {shown(value)} as {name}, which is outside of its folder.",
+                    f"{self._path} names {format_value(value)} as {name}, which is outside of its folder.",
                     remedy="Remove that entry, or give another folder with --out.",
                     code="path-outside",
                 )

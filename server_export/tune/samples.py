@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from prge.errors import shown
+from prge.errors import format_value
 from prge.training.monitor import describe_changes, describe_prompt
 
 
@@ -17,10 +17,10 @@ def sample_lines(samples: Mapping[str, Any]) -> Iterator[str]:
     """
     for before, after in zip(samples.get("before", ()), samples.get("after", ()), strict=False):
         yield f"prompt  {describe_prompt(after['prompt'])}"
-        yield f"  before  {shown(before['text'])}"
-        yield f"  after   {shown(after['text'])}"
+        yield f"  before  {format_value(before['text'])}"
+        yield f"  after   {format_value(after['text'])}"
         if "right" in after:
-            yield f"  right   {shown(after['right'])}"
+            yield f"  right   {format_value(after['right'])}"
     texts = [[each["text"] for each in samples.get(time, ())] for time in ("before", "after")]
     if changes := describe_changes(*texts):
         yield changes

@@ -148,7 +148,7 @@ class TuneSettings(ObjectiveFlags, ExampleFlags):
             problems.append("--phone-folder belongs to --on android")
         if problems:
             raise ConfigError(
-                "these settings can't be used:",
+                "These settings can't be used:",
                 problems,
                 remedy="See `prge tune --help`.",
                 code="settings-unusable",

@@ -53,12 +53,12 @@ from server_export.tune import decisions
 from server_export.tune.decisions import Decision, Pace, RowFacts
 from server_export.tune.machines import LocalMachine, Machine, PhoneMachine
 from server_export.tune.measured_decisions import DecisionMaker
-from server_export.tune.named_rows import NamedRows
 from server_export.tune.rates import longest_search, search_rates
 from server_export.tune.record import Record, status_of
 from server_export.tune.row_files import SAMPLES, RowFiles
 from server_export.tune.samples import sample_lines
 from server_export.tune.settings import TuneSettings
+from server_export.tune.user_rows import UserRows
 
 # Most development rows of an evaluation during a run.
 _DEV_ROWS = 200
@@ -183,7 +183,7 @@ class _Tuning:
         """Read, check and split the rows, for an existing bundle or for the export."""
         notes = self._record.recorded_fact("rows")
         if notes is None:
-            rows = NamedRows(self._settings)
+            rows = UserRows(self._settings)
             if self._settings.bundle is None:
                 self._parts = self._decision_maker.for_export(rows)
             else:
@@ -392,7 +392,7 @@ class _Tuning:
         )
         if summary["run"]["status"] == "diverged":
             raise PrgeError(
-                "the final run diverged", remedy=f"give a --learning-rate below {rate:g}", code="diverged"
+                "The final run diverged.", remedy=f"Give a --learning-rate below {rate:g}.", code="diverged"
             )
         return summary
 

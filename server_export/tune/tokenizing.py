@@ -94,7 +94,7 @@ class Tokenizing:
         return device_tokenizer(tokenizer, begins, self.estimated.vocabulary_size)
 
     def has_template(self) -> bool:
-        """Whether the tokenizer has a chat template of its own."""
+        """Return whether the tokenizer has a chat template of its own."""
         from server_export.checkpoint.tokenization import chat_template
 
         return chat_template(self._load()) is not None

@@ -72,7 +72,7 @@ def test_a_missing_home_is_reported(
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", homeless)
     assert main(["cache"]) == 2
-    assert "set XDG_CACHE_HOME to a folder" in capsys.readouterr().err
+    assert "Set XDG_CACHE_HOME to a folder" in capsys.readouterr().err
 
 
 def test_neither_torch_nor_an_engine_is_needed(folder: Path) -> None:

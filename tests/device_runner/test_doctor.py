@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from device_runner import doctor
-from device_runner.doctor import NEEDED, main, pip_command, run_lacks
+from device_runner.doctor import REQUIRED, main, pip_command, run_lacks
 from device_runner.requirements import Check
 from prge.system.packages import install, requirement
 
@@ -79,7 +79,7 @@ def test_missing_packages_are_all_reported_with_commands(
     without(monkeypatch, "transformers", "jinja2")
     assert main(["--json"]) == 0
     checks, run = report(capsys)
-    assert checks["jinja2"]["found"] == "not installed; needed by chats and reports"
+    assert checks["jinja2"]["detail"] == "not installed; needed by chats and reports"
     assert checks["transformers"]["state"] == "missing"
     assert checks["transformers"]["remedy"] == install([requirement("transformers")])
     assert run == {"missing": [], "remedy": ""}
@@ -112,7 +112,7 @@ def test_the_state_of_the_engine_is_reported(
 ) -> None:
     monkeypatch.setattr(doctor, "probe_engine", lambda: answer)
     engine, threads = check_of("engine"), check_of("threads")
-    assert (engine.state, message in engine.found) == (state, True)
+    assert (engine.state, message in engine.detail) == (state, True)
     assert bool(engine.remedy) == (state == "missing")
     assert threads.state == ("warn" if isinstance(answer, str) else "ok")
 
@@ -199,7 +199,7 @@ def test_pip_command() -> None:
 def test_all_that_training_needs_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "probe_engine", lambda: GOOD_ENGINE)
     names = {check.name for check in doctor.examine()}
-    assert run_lacks([Check(name, "missing", "") for name in names]) == list(NEEDED)
+    assert run_lacks([Check(name, "missing", "") for name in names]) == list(REQUIRED)
 
 
 def test_torch_is_not_needed_to_run_where_the_native_engine_is() -> None:

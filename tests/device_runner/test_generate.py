@@ -304,4 +304,4 @@ def test_an_encoder_cannot_generate(
 ) -> None:
     bundle = Device(encoder=True).write_bundle(tmp_path / "encoder")
     assert main(["generate", "--bundle", str(bundle), "--prompt", "a"]) == 2
-    assert "cannot generate text: its readout is pooled" in capsys.readouterr().err
+    assert "can't generate text: its readout is pooled" in capsys.readouterr().err

@@ -73,7 +73,7 @@ def test_a_report_shows_samples_costs_data_and_settings(tmp_path: Path) -> None:
     )
     assert "backpropagation" in text
     assert table(page, "part")[1] == ["training", "rows.jsonl", "30", "31", "900", "870", "64", "12"]
-    assert "training rows: ends cut off, not learnt: 2" in text
+    assert "training rows: ends cut off, not trained on: 2" in text
     changed = {row[0]: row[1:] for row in table(page, "setting")[1:]}
     assert changed["learning_rate"] == ["0.01", "0.003"]
     assert "seed" not in changed

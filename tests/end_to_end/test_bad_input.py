@@ -137,7 +137,7 @@ def test_an_evaluation_with_outputs_that_are_not_finite_is_an_error(
         "--bundle", workshop / "bundle", "--adapter", adapter, *rows, "--json", tmp_path / "eval.json",
     ]  # fmt: skip
     assert main(["eval", *map(str, arguments)]) == 2
-    assert "the loss of these rows is nan" in capsys.readouterr().err
+    assert "The loss of these rows is nan" in capsys.readouterr().err
     assert not (tmp_path / "eval.json").exists()
 
 
@@ -216,7 +216,7 @@ def test_running_out_of_memory_is_reported_as_such(run_arguments: list[object], 
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
     )
-    assert done.returncode == 2 and "there is not enough memory" in done.stderr, done.stderr
+    assert done.returncode == 2 and "here is not enough memory" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr and "damaged" not in done.stderr
 
 

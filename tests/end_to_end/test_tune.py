@@ -88,7 +88,7 @@ def test_a_tuning_killed_in_every_stage_ends_with_the_same_bits(
         # The child process ends too: the next tuning starts at once, and no process holds the folder.
         output = end_after(pattern, out, arguments, signal_number)
         assert "in use" not in output
-        assert (f"go on with: prge tune --resume {out}" in output) == (signal_number is signal.SIGINT)
+        assert (f"resume with: prge tune --resume {out}" in output) == (signal_number is signal.SIGINT)
         arguments = ["tune", "--resume", out]
     prge(*arguments, cwd=tmp_path)
     for name in ("adapter/adapter_model.safetensors", "run/final/adapter_model.safetensors"):
@@ -237,8 +237,8 @@ def test_a_rate_at_which_every_run_diverges_is_no_candidate(workshop: Path, tmp_
     """If the user sets such a rate, the message of the final run has a remedy."""
     arguments = [*tune_arguments(workshop, tmp_path / "out"), "--learning-rate", 1e30]
     done = prge(*arguments, check=False)
-    assert done.returncode == 2 and "the final run diverged" in done.stderr
-    assert "give a --learning-rate below 1e+30" in done.stderr
+    assert done.returncode == 2 and "The final run diverged" in done.stderr
+    assert "Give a --learning-rate below 1e+30" in done.stderr
     prge("tune", "--resume", tmp_path / "out", "--learning-rate", 0.01)
     assert (tmp_path / "out" / "report.html").is_file()
 

@@ -82,5 +82,5 @@ def test_an_unfinished_tuning_is_refused_with_the_command_that_resumes_it(
         done = prge(verb[0], unfinished, *verb[1:], check=False)
         assert done.returncode == 2 and "Traceback" not in done.stderr
         assert "is a tuning that has no trained adapter yet" in done.stderr
-        assert f"finish it with `prge tune --resume {unfinished}`" in done.stderr
+        assert f"Finish it with `prge tune --resume {unfinished}`" in done.stderr
     assert answer(unfinished, "--adapter", "base")["adapter"] == "base"

@@ -13,10 +13,11 @@ from prge.errors import (
     ProblemsError,
     Refusal,
     RunError,
+    as_clause,
+    format_value,
     printable,
     refused_as,
     shortened,
-    shown,
 )
 
 CLASSES = [
@@ -39,6 +40,21 @@ def test_problems_are_listed_one_per_line() -> None:
     )
     assert str(error).splitlines() == ["two settings can't be used:", "  - first", "  - second", "  see help"]
     assert error.problems == ["first", "second"]
+
+
+@pytest.mark.parametrize(
+    ("sentence", "clause"),
+    [
+        ("The disk is full.", "the disk is full"),
+        ("These settings can't be used:\n  - first", "these settings can't be used"),
+        ("UTF-8 is expected.", "UTF-8 is expected"),
+        ("A row is empty", "a row is empty"),
+        ("--threads is 0.", "--threads is 0"),
+        ("", ""),
+    ],
+)
+def test_a_sentence_becomes_a_clause_of_another_one(sentence: str, clause: str) -> None:
+    assert as_clause(sentence) == clause
 
 
 @pytest.mark.parametrize("error_class", CLASSES, ids=lambda error_class: error_class.__name__)
@@ -70,8 +86,8 @@ def test_every_error_is_a_prge_error_with_exit_code_2(error_class: type[PrgeErro
     ids=["short", "list", "text", "long list", "number", "longer number", "control characters"],
 )
 def test_a_value_is_shown_shortened(value: object, text: str) -> None:
-    assert shown(value).startswith(text)
-    assert len(shown(value)) <= 100
+    assert format_value(value).startswith(text)
+    assert len(format_value(value)) <= 100
 
 
 def test_shortening_leaves_both_ends() -> None:

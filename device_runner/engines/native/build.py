@@ -33,7 +33,7 @@ COMPILERS = ("g++", "c++", "clang++")
 # Kernels and backend register themselves when they are loaded; no symbol refers to them.
 LINKED = ("executorch", "executorch_kernels_optimized", "executorch_backend_xnnpack", "executorch_threadpool")
 BUILD_SECONDS = 600
-_ANOTHER_ENGINE = "or use the other engine: --engine torch"
+_ANOTHER_ENGINE = "or use the other engine: --engine torch."
 
 
 def library() -> Path:
@@ -47,8 +47,8 @@ def library() -> Path:
     if configured:
         if not Path(configured).is_file():
             raise EngineError(
-                f"PRGE_NATIVE_LIBRARY is {configured}, which is not a file",
-                remedy="set it to a library, or unset it",
+                f"PRGE_NATIVE_LIBRARY is {configured}, which is not a file.",
+                remedy="Set it to a library, or unset it.",
                 code="native-library-missing",
             )
         return Path(configured)
@@ -60,9 +60,10 @@ def library() -> Path:
         if built:
             return built[0]
         raise EngineError(
-            "the native engine must be compiled once, and no compiler was found: looked for "
-            + ", ".join(_compiler_names()),
-            remedy="install one (Debian: apt install g++), " + _ANOTHER_ENGINE,
+            "The native engine must be compiled once, and no compiler was found: looked for "
+            + ", ".join(_compiler_names())
+            + ".",
+            remedy="Install one (Debian: apt install g++), " + _ANOTHER_ENGINE,
             code="compiler-missing",
         )
     status = compiler.stat()
@@ -89,8 +90,8 @@ def build(compiler: str, package: Path, output: Path, run_path: str) -> None:
     missing = [name for name in LINKED if not (package / "lib" / f"lib{name}.so").is_file()]
     if missing or not (package / "include").is_dir():
         raise EngineError(
-            f"{package} has no libraries to link: lib{(missing or LINKED)[0]}.so or its headers are missing",
-            remedy="install executorch 1.5.1 for Linux, " + _ANOTHER_ENGINE,
+            f"{package} has no libraries to link: lib{(missing or LINKED)[0]}.so or its headers are missing.",
+            remedy="Install executorch 1.5.1 for Linux, " + _ANOTHER_ENGINE,
             code="libraries-missing",
         )
     try:
@@ -107,21 +108,21 @@ def build(compiler: str, package: Path, output: Path, run_path: str) -> None:
                     lines or process.stderr.strip().splitlines() or [f"exit code {process.returncode}"]
                 )[0]
                 raise EngineError(
-                    f"the native engine can't be compiled: {reason.strip()}",
-                    remedy=f"the command was: {shlex.join(command)}\n  fix the compiler, " + _ANOTHER_ENGINE,
+                    f"The native engine can't be compiled: {reason.strip()}",
+                    remedy=f"The command was: {shlex.join(command)}\n  Fix the compiler, " + _ANOTHER_ENGINE,
                     code="compiler-failed",
                 )
             library_path.replace(output)
     except subprocess.TimeoutExpired:
         raise EngineError(
-            f"the compiler {compiler} did not finish within {BUILD_SECONDS} seconds",
-            remedy=_ANOTHER_ENGINE,
+            f"The compiler {compiler} did not finish within {BUILD_SECONDS} seconds.",
+            remedy="Use the other engine: --engine torch.",
             code="compiler-failed",
         ) from None
     except OSError as error:
         raise EngineError(
-            f"the native engine can't be compiled into {output.parent}: {error.strerror or error}",
-            remedy="set XDG_CACHE_HOME to a writable folder, " + _ANOTHER_ENGINE,
+            f"The native engine can't be compiled into {output.parent}: {error.strerror or error}",
+            remedy="Set XDG_CACHE_HOME to a writable folder, " + _ANOTHER_ENGINE,
             code="cache-not-writable",
         ) from None
 
@@ -161,9 +162,9 @@ def stock_package() -> Path:
         if (Path(location) / "lib").is_dir():
             return Path(location).resolve()
     raise EngineError(
-        "executorch is not installed, or its package has no libraries"
+        "executorch is not installed, or its package has no libraries."
         if spec
-        else "executorch is not installed",
+        else "executorch is not installed.",
         remedy="pip install executorch==1.5.1",
         code="package-missing",
     )

@@ -32,7 +32,7 @@ from prge.formats.chain import TensorSpec
 from prge.system.memory import OUT_OF_MEMORY_REMEDY, is_out_of_memory
 
 _TEXT_BYTES = 1 << 14
-_MOST_AXES = 16
+_MAX_AXES = 16
 _FAULT = -1
 # From <malloc.h>: larger allocations are mapped on their own and returned to the system when freed.
 _M_MMAP_THRESHOLD, _LARGE_BYTES = -3, 1 << 20
@@ -92,15 +92,15 @@ class Program:
         return [self._tensor(method, outputs, index) for index in range(count.value)]
 
     def _tensor(self, method: str, outputs: int, index: int) -> TensorSpec | None:
-        dtype, rank, sizes = ctypes.c_int(), ctypes.c_size_t(), (ctypes.c_int64 * _MOST_AXES)()
+        dtype, rank, sizes = ctypes.c_int(), ctypes.c_size_t(), (ctypes.c_int64 * _MAX_AXES)()
         try:
             call(
                 "prge_tensor", self._handle, method.encode(), outputs, index,
-                ctypes.byref(dtype), ctypes.byref(rank), sizes, _MOST_AXES,
+                ctypes.byref(dtype), ctypes.byref(rank), sizes, _MAX_AXES,
             )  # fmt: skip
         except EngineRefusalError:
             return None
-        return tensor_spec(dtype.value, sizes[: rank.value]) if rank.value <= _MOST_AXES else None
+        return tensor_spec(dtype.value, sizes[: rank.value]) if rank.value <= _MAX_AXES else None
 
 
 class WeightsFile:
@@ -206,13 +206,13 @@ class _Call:
         for index, array in enumerate(inputs):
             dtype, rank = self._inputs[index]
             if array.dtype != dtype or array.ndim != rank or not array.flags.c_contiguous:
-                raise _unfit("input", index, array, f"{dtype} with {rank} axes")
+                raise _shape_error("input", index, array, f"{dtype} with {rank} axes")
             self._addresses[index] = _address(array)
         self._sizes[:] = list(chain.from_iterable(array.shape for array in inputs))
         for index, array in enumerate(outputs):
             dtype, _ = self._outputs[index]
             if array.dtype != dtype or not array.flags.c_contiguous or not array.flags.writeable:
-                raise _unfit("output", index, array, f"{dtype} that can be written")
+                raise _shape_error("output", index, array, f"{dtype} that can be written")
             self._output_addresses[index] = _address(array)
             self._output_room[index] = array.nbytes
 
@@ -261,7 +261,7 @@ def set_threads(threads: int | None) -> int:
                 call("prge_threads", threads, ctypes.byref(count))
         except EngineRefusalError as error:
             raise EngineError(
-                f"the engine has no threads: {explain(error)}", code="threads-missing"
+                f"The engine has no threads: {explain(error)}", code="threads-missing"
             ) from None
     return count.value
 
@@ -284,7 +284,7 @@ def backend_sha256() -> str:
         return file_sha256(Path(min(paths)))
     except (OSError, ValueError) as error:
         raise EngineError(
-            f"the loaded {_BACKEND} can't be read: {error}", code="native-library-unusable"
+            f"The loaded {_BACKEND} can't be read: {error}", code="native-library-unusable"
         ) from None
 
 
@@ -297,7 +297,7 @@ def call(function: str, *arguments: Any) -> None:
     text = ctypes.create_string_buffer(_TEXT_BYTES)
     code = getattr(interface(), function)(*arguments, text, _TEXT_BYTES)
     if code:
-        raise _refused(code, text)
+        raise _refusal_error(code, text)
 
 
 @lru_cache(maxsize=1)
@@ -343,9 +343,9 @@ def interface() -> Any:
             function.restype = result_type  # type: ignore[attr-defined]
             function.argtypes = [*arguments, *text]  # type: ignore[attr-defined]
     except (OSError, AttributeError) as error:
-        rebuild = f"remove the folder {path.parent} to build it again, or use --engine torch"
+        rebuild = f"Remove the folder {path.parent} to build it again, or use --engine torch."
         raise EngineError(
-            f"the native engine's library can't be loaded: {error}",
+            f"The native engine's library can't be loaded: {error}",
             remedy=OUT_OF_MEMORY_REMEDY if is_out_of_memory(error) else rebuild,
             code="native-library-unusable",
         ) from None
@@ -368,12 +368,12 @@ def _address(array: Array) -> int:
         return array.ctypes.data
 
 
-def _unfit(name: str, index: int, array: Array, expected: str) -> EngineRefusalError:
+def _shape_error(name: str, index: int, array: Array, expected: str) -> EngineRefusalError:
     actual = f"{array.dtype} {list(array.shape)}"
     return EngineRefusalError(f"{name} {index} is {actual}, must be contiguous {expected}")
 
 
-def _refused(code: int, text: ctypes.Array[ctypes.c_char]) -> EngineRefusalError:
+def _refusal_error(code: int, text: ctypes.Array[ctypes.c_char]) -> EngineRefusalError:
     log = text.value.decode(errors="replace")
     if code == _FAULT:
         return EngineRefusalError(log.strip().splitlines()[-1] if log.strip() else "the engine failed", log)

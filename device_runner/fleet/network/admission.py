@@ -27,8 +27,8 @@ from device_runner.fleet.network.flower import FLEET_PATHS, PUSH_OBJECT, authent
 # Bodies of all requests except PushObject; and what PushObject adds to the object.
 SMALL_BYTES = 1 << 16
 # Each connection takes a third of a megabyte with TLS.
-MOST_STRANGERS = 64
-MOST_CONNECTIONS_OF_A_KEY = 8
+MAX_STRANGERS = 64
+MAX_CONNECTIONS_OF_A_KEY = 8
 _OBJECTS_AT_ONCE = 4
 SECONDS_TO_ASK = 60.0
 _SLOWEST = 20_000  # bytes per second
@@ -38,9 +38,9 @@ Client = tuple[str, int]
 class Listener(socket):
     """A listening socket that limits the number of open connections, unauthenticated and per key."""
 
-    def __init__(self, listener: socket, most: int) -> None:
+    def __init__(self, listener: socket, max_connections: int) -> None:
         super().__init__(listener.family, listener.type, listener.proto, fileno=listener.detach())
-        self._most = most
+        self._max_connections = max_connections
         self._accepted = 0
         gc.freeze()  # existing objects stay alive; excluding them keeps collections fast
         self._strangers: dict[Client, socket] = {}
@@ -52,12 +52,12 @@ class Listener(socket):
         # A closed connection is a reference cycle of a third of a megabyte, which the default thresholds
         # collect late.
         self._accepted += 1
-        if self._accepted % (MOST_STRANGERS // 4) == 0:
+        if self._accepted % (MAX_STRANGERS // 4) == 0:
             gc.collect()
-        self._strangers = _bounded({**self._strangers, address[:2]: connection}, MOST_STRANGERS)
-        if sum(map(len, self._known.values())) > self._most:
+        self._strangers = _bounded({**self._strangers, address[:2]: connection}, MAX_STRANGERS)
+        if sum(map(len, self._known.values())) > self._max_connections:
             self._known = defaultdict(dict, {key: _bounded(mine) for key, mine in self._known.items()})
-            if sum(map(len, self._known.values())) > self._most:
+            if sum(map(len, self._known.values())) > self._max_connections:
                 connection.close()
                 raise ConnectionAbortedError
         return connection, address
@@ -65,13 +65,13 @@ class Listener(socket):
     def mark_known(self, client: Client, key: bytes) -> None:
         """Count a connection as one of a key's, which stays open."""
         if (connection := self._strangers.pop(client, None)) is not None:
-            self._known[key] = _bounded({**self._known[key], client: connection}, MOST_CONNECTIONS_OF_A_KEY)
+            self._known[key] = _bounded({**self._known[key], client: connection}, MAX_CONNECTIONS_OF_A_KEY)
 
 
-def _bounded(connections: dict[Client, socket], most: int | None = None) -> dict[Client, socket]:
-    """Return the open connections; if there are more than `most`, close the oldest ones."""
+def _bounded(connections: dict[Client, socket], limit: int | None = None) -> dict[Client, socket]:
+    """Return the open connections; if there are more than `limit`, close the oldest ones."""
     alive = {client: connection for client, connection in connections.items() if connection.fileno() >= 0}
-    while most is not None and len(alive) > most:
+    while limit is not None and len(alive) > limit:
         with suppress(OSError):
             alive.pop(next(iter(alive))).shutdown(SHUT_RDWR)
     return alive
@@ -112,9 +112,9 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
 
-def make_connection_class(most_bytes: int) -> type[Connection]:
+def make_connection_class(max_bytes: int) -> type[Connection]:
     """Return a Connection class whose timeout allows bodies of this size over a slow network."""
-    return type("Connection", (Connection,), {"seconds": SECONDS_TO_ASK + most_bytes / _SLOWEST})
+    return type("Connection", (Connection,), {"seconds": SECONDS_TO_ASK + max_bytes / _SLOWEST})
 
 
 class Admission:
@@ -122,16 +122,16 @@ class Admission:
 
     Args:
         app: the application.
-        listener: owns the connections.
+        listener: the listener, which owns the connections.
         keys: public keys of the admitted devices; None: any key.
-        most_bytes: of an object.
+        max_bytes: the size of the largest object.
     """
 
     def __init__(
-        self, app: ASGIApp, listener: Listener, keys: frozenset[bytes] | None, most_bytes: int
+        self, app: ASGIApp, listener: Listener, keys: frozenset[bytes] | None, max_bytes: int
     ) -> None:
         self._app, self._listener, self._keys = app, listener, keys
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
         self._reading: Counter[bytes] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -144,16 +144,16 @@ class Admission:
         headers = Headers(scope=scope)
         key = authenticated_key(headers, self._keys)
         length = headers.get("content-length", "")
-        most = self._most_bytes + SMALL_BYTES if scope["path"] == PUSH_OBJECT else SMALL_BYTES
+        max_bytes = self._max_bytes + SMALL_BYTES if scope["path"] == PUSH_OBJECT else SMALL_BYTES
         if scope["method"] != "POST" or scope["path"] not in FLEET_PATHS:
             refused = Response(status_code=404)
         elif key is None:
             refused = refusal(scope["path"])
         elif not (length.isascii() and length.isdigit()) or "transfer-encoding" in headers:
             refused = Response(status_code=411)
-        elif len(length) > 12 or int(length) > most:
+        elif len(length) > 12 or int(length) > max_bytes:
             refused = Response(status_code=413)
-        elif self._reading[key] and self._reading[key] + int(length) > _OBJECTS_AT_ONCE * most:
+        elif self._reading[key] and self._reading[key] + int(length) > _OBJECTS_AT_ONCE * max_bytes:
             refused = Response(status_code=503)
         else:
             self._listener.mark_known(scope["client"], key)

@@ -26,7 +26,7 @@ from prge.system.atomic import write_file
 
 _SECONDS_TO_CONNECT = 10.0
 _SECONDS_TO_LOOK = 3.0
-_MOST_SECONDS_TO_RETRY = 20.0
+_MAX_SECONDS_TO_RETRY = 20.0
 T = TypeVar("T")
 
 
@@ -40,11 +40,11 @@ def join(
     """Answer a server's tasks until interrupted; waits for a server that is away.
 
     Args:
-        folder: of the device; contains Flower's files.
+        folder: the folder of the device; contains Flower's files.
         server: HOST:PORT.
-        keys: authenticate the server and the device; None: no encryption, and the server does not know the
-            device.
-        answer: turns a task into a reply; see `messages`.
+        keys: keys that authenticate the server and the device; None: no encryption, and the server does not
+            know the device.
+        answer: a function that turns a task into a reply; see `messages`.
         log: called with a line about each task.
 
     Raises:
@@ -68,7 +68,7 @@ def join(
 
 
 def _answer(client: FleetClient, offer: TaskOffer, answer: Callable[[bytes], bytes]) -> str:
-    """Answer a task; returns a line for the device's terminal only, because errors may name rows."""
+    """Answer a task; return a line for the device's terminal only, because errors may name rows."""
     begin = time.monotonic()
     task = _retry(lambda: client.fetch(offer))
     try:
@@ -103,8 +103,8 @@ def _connected(home: Path, server: str, keys: DeviceKeys | None) -> Iterator[Fle
         except httpx.HTTPStatusError as error:
             raise DeviceError(
                 f"{server} does not admit this device: it returned status {error.response.status_code}.",
-                remedy="its NAME.pub must be in devices/ of the server's keys when the server starts; if the "
-                "key was used from another folder, wait a minute",
+                remedy="Its NAME.pub must be in devices/ of the server's keys when the server starts; if the "
+                "key was used from another folder, wait a minute.",
                 code="device-not-admitted",
             ) from None
         except httpx.TransportError as error:
@@ -126,7 +126,7 @@ def _retry(call: Callable[[], T]) -> T:
             if "certificate" in str(error).lower():
                 raise
         time.sleep(random.uniform(0, seconds))  # spreads the reconnections of a fleet's devices
-        seconds = min(2 * seconds, _MOST_SECONDS_TO_RETRY)
+        seconds = min(2 * seconds, _MAX_SECONDS_TO_RETRY)
 
 
 def _send_heartbeat(client: FleetClient) -> None:
@@ -144,7 +144,7 @@ def check_server(server: str, keys: DeviceKeys | None) -> None:
     """Connect to the server once, to report what is wrong.
 
     Raises:
-        PrgeError: the authority's file cannot be used.
+        PrgeError: the authority's file can't be used.
         DeviceError: no server is there, or another one.
     """
     host, _, port = server.rpartition(":")
@@ -155,7 +155,7 @@ def check_server(server: str, keys: DeviceKeys | None) -> None:
     except OSError as error:  # includes ssl errors
         raise PrgeError(
             f"{keys and keys.authority} is not a certificate: {error}",
-            remedy="give ca.pem of the server's keys; see `prge fleet keys`",
+            remedy="Give ca.pem of the server's keys; see `prge fleet keys`.",
             code="certificate-unreadable",
         ) from None
     host = host.strip("[]")
@@ -166,14 +166,14 @@ def check_server(server: str, keys: DeviceKeys | None) -> None:
     except ssl.SSLCertVerificationError as error:
         code = "server-of-other-certificate"
         problem = f"{server} is not the server of this certificate: {error.verify_message}"
-        remedy = "give the ca.pem of this server; `prge fleet keys --hosts` names its hosts"
+        remedy = "Give the ca.pem of this server; `prge fleet keys --hosts` names its hosts."
     except ssl.SSLError as error:
         code, problem = "server-without-tls", f"{server} does not use TLS: {error.reason}"
-        remedy = "check whether the server runs with --insecure"
+        remedy = "Check whether the server runs with --insecure."
     except (OSError, UnicodeError) as error:
         code = "server-not-reachable"
         problem = f"No server at {server}: {getattr(error, 'strerror', None) or error}"
-        remedy = "start it with `prge fleet serve`, and check the address and the firewall"
+        remedy = "Start it with `prge fleet serve`, and check the address and the firewall."
     else:
         return
     raise DeviceError(problem, remedy=remedy, code=code)

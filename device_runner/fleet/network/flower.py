@@ -160,7 +160,7 @@ class FlowerTask:
     Attributes:
         content: bytes of the task.
         round: as the server numbers it.
-        message: that carried the task.
+        message: the message that carried the task.
     """
 
     content: bytes
@@ -188,7 +188,7 @@ class FleetClient:
     Args:
         server: HOST:PORT.
         authority: certificate that signed the server's; None: no encryption.
-        key: identifies the device to the server.
+        key: the key that identifies the device to the server.
     """
 
     def __init__(self, server: str, authority: Path | None, key: ec.EllipticCurvePrivateKey) -> None:
@@ -214,7 +214,7 @@ class FleetClient:
         self._client.RegisterNode(RegisterNodeFleetRequest(public_key=self._public))
 
     def activate(self) -> int:
-        """Become available for tasks; returns the number of the device's node."""
+        """Become available for tasks; return the number of the device's node."""
         request = ActivateNodeRequest(public_key=self._public, heartbeat_interval=HEARTBEAT_SECONDS)
         self._node = Node(node_id=self._client.ActivateNode(request).node_id)
         return self._node.node_id
@@ -325,7 +325,7 @@ class FleetState:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Keep a run without an app alive until the block ends; raises RunError if it cannot be started."""
+        """Keep a run without an app alive until the block ends; raises RunError if it can't be started."""
         state = self._state
         state.federation_manager.ensure_default_federations_exist(flwr_aid=NOOP_FLWR_AID)
         self._run = state.create_run(
@@ -350,7 +350,7 @@ class FleetState:
                 state.finish_task(task.task_id, SubStatus.COMPLETED, "")
 
     def is_running(self) -> bool:
-        """Whether Flower still considers the run alive; it gives up a run that is silent for a minute."""
+        """Return whether Flower considers the run alive, which it does until a minute without messages."""
         (run,) = self._state.get_run_info(run_ids=[self._run])
         return bool(run.status.status == Status.RUNNING)
 
@@ -364,9 +364,9 @@ class FleetState:
         """Send a task.
 
         Args:
-            content: of the task.
-            node: of the device.
-            group: shown to the device as the round.
+            content: the content of the task.
+            node: the node of the device.
+            group: a number that the device sees as the round.
             seconds: until the task expires.
             before: called with the task's id before the device can receive it, because a reply may come at
                 once.
@@ -400,7 +400,7 @@ class FleetState:
         """Return the replies to these tasks, complete or not.
 
         Raises:
-            LookupError, TypeError, ValueError: Flower cannot read one of them.
+            LookupError, TypeError, ValueError: Flower can't read one of them.
         """
         return [
             FlowerReply(
@@ -452,9 +452,9 @@ class Push:
     """A device's request to begin a reply.
 
     Args:
-        node: of the device, according to the request.
-        source: of the device, according to the message.
-        task: that the message answers; empty if the request does not have exactly one message.
+        node: the node of the device, according to the request.
+        source: the node of the device, according to the message.
+        task: the task that the message answers; empty if the request does not have exactly one message.
         objects: number of the message's objects.
         is_sound: whether Flower can store the message.
     """
@@ -494,9 +494,10 @@ def fleet_application(state: FleetState, has_keys: bool, allows: Callable[[Recei
     """Return the Fleet API as a web application, without Flower's other APIs.
 
     Args:
-        state: of the server.
-        has_keys: whether devices prove who they are, and cannot register themselves.
-        allows: decides about changes of messages that devices request; called in the web server's thread.
+        state: the state of the server.
+        has_keys: whether devices prove who they are, and can't register themselves.
+        allows: a function that decides about changes of messages that devices request; called in the web
+            server's thread.
     """
     from flwr.superlink.routers.fleet.node_auth import NodeAuthMiddleware
     from flwr.superlink.routers.fleet.router import router
@@ -532,7 +533,7 @@ def authenticated_key(headers: Mapping[str, str], known: Collection[bytes] | Non
     """Return the public key that signed a request's head, as `encode_keys` encodes it.
 
     Args:
-        headers: of the request.
+        headers: the headers of the request.
         known: admitted keys; None: any key, and no signature is needed.
 
     Returns:

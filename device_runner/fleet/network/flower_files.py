@@ -13,7 +13,7 @@ from pathlib import Path
 from prge.system.atomic import storage_error
 
 NAME = "flower"
-_MOST_LOG_BYTES = 4 << 20
+_MAX_LOG_BYTES = 4 << 20
 _QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
 # These make a SuperLink open more ports, or Flower use another account's permissions.
 _UNWANTED = ("FLWR_INTERNAL_GRPC_CONTROL_API", "FLWR_INTERNAL_GRPC_FLEET_API", "FLWR_OIDC_ENABLED")
@@ -23,7 +23,7 @@ def flower_home(folder: Path) -> Path:
     """Return Flower's folder within `folder`, accessible only to its owner; sets Flower's environment.
 
     Raises:
-        RunError: the folder cannot be created.
+        RunError: the folder can't be created.
     """
     home = folder.absolute() / NAME
     private_folder(home)
@@ -57,7 +57,7 @@ def log_to(path: Path) -> None:
     """Let Flower and its web server log to a file instead of the terminal."""
     from device_runner.fleet.network.flower import LOGGER
 
-    handler = RotatingFileHandler(path, maxBytes=_MOST_LOG_BYTES, backupCount=1, encoding="utf-8")
+    handler = RotatingFileHandler(path, maxBytes=_MAX_LOG_BYTES, backupCount=1, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     for logger in (LOGGER, logging.getLogger("uvicorn")):
         for old in logger.handlers[:]:

@@ -122,13 +122,13 @@ def make_keys(folder: Path, hosts: Sequence[str], devices: Sequence[str]) -> Cre
         devices: names of devices, old and new ones in any mixture.
 
     Raises:
-        KeysError: a name cannot be used, or existing files are damaged.
-        RunError: the folder cannot be written.
+        KeysError: a name can't be used, or existing files are damaged.
+        RunError: the folder can't be written.
     """
     problems = [f"{name!r} is not a valid name of a device" for name in devices if not _NAME.fullmatch(name)]
     problems += [f"{host!r} is not a valid host name" for host in hosts if _general_name(host) is None]
     if problems:
-        raise KeysError("These keys cannot be created:", problems, code="names-unusable")
+        raise KeysError("These keys can't be created:", problems, code="names-unusable")
     server = folder / SERVER
     for each in (folder, server, server / DEVICES, folder / DEVICES):
         private_folder(each)
@@ -148,9 +148,9 @@ def _authority(folder: Path) -> ec.EllipticCurvePrivateKey:
         return _key(path, load_pem_private_key)
     if path.exists() or (folder / SERVER / AUTHORITY).exists():
         raise KeysError(
-            f"{folder} cannot be used:",
+            f"{folder} can't be used:",
             [f"it has only one of {AUTHORITY_KEY} and {SERVER}/{AUTHORITY}"],
-            remedy="restore the other one, or give another folder",
+            remedy="Restore the other one, or give another folder.",
             code="authority-incomplete",
         )
     key = ec.generate_private_key(ec.SECP256R1())
@@ -170,7 +170,7 @@ def _authority(folder: Path) -> ec.EllipticCurvePrivateKey:
 def _certify(
     server: Path, authority: ec.EllipticCurvePrivateKey, issuer: x509.Certificate, hosts: Iterable[str]
 ) -> datetime:
-    """Create the server's certificate; returns the end of its validity."""
+    """Create the server's certificate; return the end of its validity."""
     key = ec.generate_private_key(ec.SECP256R1())
     names = [name for host in dict.fromkeys([*hosts, *LOCAL]) if (name := _general_name(host))]
     certificate = (
@@ -251,9 +251,9 @@ def _device_keys(server: Path) -> dict[str, ec.EllipticCurvePublicKey]:
             problems.append(f"{path}: {error}")
     if problems:
         raise KeysError(
-            "These keys of devices cannot be used:",
+            "These keys of devices can't be used:",
             problems,
-            remedy="create keys with `prge fleet keys`",
+            remedy="Create keys with `prge fleet keys`.",
             code="key-unreadable",
         )
     return keys
@@ -267,7 +267,7 @@ def _key(path: Path, load: Callable[[bytes, None], object]) -> ec.EllipticCurveP
         if not isinstance(key, ec.EllipticCurvePrivateKey):
             raise ValueError(_NOT_ELLIPTIC)
     except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:
-        raise KeysError(f"{path} cannot be used:", [str(error)], code="key-unreadable") from None
+        raise KeysError(f"{path} can't be used:", [str(error)], code="key-unreadable") from None
     return key
 
 

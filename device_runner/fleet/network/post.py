@@ -1,7 +1,7 @@
 """Sends tasks to devices and collects their replies, through Flower's store within this process.
 
 Flower's Grid polls its own server over HTTP, and believes what a message says about the task that it answers.
-Here the store's records say which task a reply belongs to, the content of a device's message cannot raise
+Here the store's records say which task a reply belongs to, the content of a device's message can't raise
 errors, and messages of other rounds are deleted.
 """
 
@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from device_runner.fleet.network.flower import FleetState, FlowerReply, Push, Receipt
-from prge.errors import RunError, shown
+from prge.errors import RunError, format_value
 
 # For a reply that is being computed when its round ends: it still counts if the round is asked for again.
 _LATE_SECONDS = 600.0
 # Objects of a message with its records; retries of Flower after a lost connection.
-_MOST_OBJECTS, _MOST_TRIES = 3, 8
+_MAX_OBJECTS, _MAX_TRIES = 3, 8
 
 
 @dataclass
@@ -24,7 +24,7 @@ class SentTask:
     """A task that was sent.
 
     Attributes:
-        node: of the device.
+        node: the node of the device.
         round: number of the round.
         tries: how often a reply to it was begun.
     """
@@ -78,7 +78,7 @@ class Mailbox:
         if not self._state.is_running():
             raise RunError(
                 "Flower has given up the run, as it does when this machine sleeps.",
-                remedy="resume with `prge fleet serve --resume FOLDER`",
+                remedy="Resume with `prge fleet serve --resume FOLDER`.",
                 code="flower-stopped",
             )
         sent_tasks = [SentTask(node, number) for node in tasks]
@@ -108,7 +108,7 @@ class Mailbox:
             if failed or content is not None:
                 del self._begun[name]
                 self._state.delete([name])
-                yield NetworkReply(self._out.pop(name), content, shown(reply.problem or ""))
+                yield NetworkReply(self._out.pop(name), content, format_value(reply.problem or ""))
 
     def _read_replies(self, names: set[str]) -> list[FlowerReply]:
         """Read Flower's records of replies; deletes records that Flower fails on, as it would fail again."""
@@ -121,7 +121,7 @@ class Mailbox:
             return []
 
     def allows(self, change: Receipt | Push) -> bool:
-        """Whether a device may make a change: it may only answer its own tasks, each once."""
+        """Return whether a device may make a change: it may only answer its own tasks, each once."""
         sent = self._out.get(change.task)
         if sent is None:
             return False
@@ -130,7 +130,7 @@ class Mailbox:
         sent.tries += sent.node == change.node
         return (
             sent.node == change.source == change.node
-            and sent.tries <= _MOST_TRIES
+            and sent.tries <= _MAX_TRIES
             and change.is_sound
-            and change.objects <= _MOST_OBJECTS
+            and change.objects <= _MAX_OBJECTS
         )

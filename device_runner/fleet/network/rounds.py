@@ -18,7 +18,7 @@ def run_rounds(
 
     Args:
         mailbox: carries messages to the devices.
-        coordinator: of the fleet.
+        coordinator: the coordinator of the fleet.
         devices: number of devices to wait for before the first of these rounds.
         log: called with a line about each round.
     """

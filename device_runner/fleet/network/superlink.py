@@ -27,9 +27,9 @@ from prge.errors import RunError
 
 _SECONDS_TO_START = 60.0
 _SECONDS_TO_END = 5.0
-_MOST_HEAD_BYTES = 1 << 14
+_MAX_HEAD_BYTES = 1 << 14
 # Open files and sockets of this process; at most half of them are connections.
-_MOST_FILES = 1 << 13
+_MAX_FILES = 1 << 13
 
 
 class SuperLink:
@@ -56,24 +56,24 @@ class SuperLink:
 
 @contextmanager
 def superlink(
-    folder: Path, host: str, port: int, keys: ServerKeys | None, most_bytes: int = 1 << 20
+    folder: Path, host: str, port: int, keys: ServerKeys | None, max_bytes: int = 1 << 20
 ) -> Iterator[SuperLink]:
     """Listen at an address until the block ends; nodes and runs are stored in `folder`.
 
     Args:
-        folder: of the fleet.
+        folder: the folder of the fleet.
         host, port: address for the devices; port 0 is a free one.
-        keys: of the server and its devices; None: no encryption, and anyone may join.
-        most_bytes: of a device's reply.
+        keys: the keys of the server and its devices; None: no encryption, and anyone may join.
+        max_bytes: the size of the largest reply of a device.
 
     Raises:
-        RunError: the address cannot be listened at, or Flower does not start.
+        RunError: the address can't be listened at, or Flower does not start.
     """
     home = flower_home(folder)
     log_to(home / "superlink.log")
     with listening(host, port) as plain:
         state = FleetState(home / "superlink.db")
-        mailbox, listener = Mailbox(state), Listener(plain, _most_connections())
+        mailbox, listener = Mailbox(state), Listener(plain, _max_connections())
         state.delete_runs()
         with closing(sqlite3.connect(home / "superlink.db")) as database:
             database.execute("VACUUM")
@@ -82,15 +82,15 @@ def superlink(
             state.register(keys.devices)
             known = encode_keys(keys.devices.values())
         application = fleet_application(state, keys is not None, mailbox.allows)
-        admission = Admission(application, listener, known, most_bytes)
-        with listener, _serving(admission, listener, keys, most_bytes, home / "superlink.log"):
+        admission = Admission(application, listener, known, max_bytes)
+        with listener, _serving(admission, listener, keys, max_bytes, home / "superlink.log"):
             yield SuperLink(format_address(listener), state, mailbox)
 
 
-def _most_connections() -> int:
+def _max_connections() -> int:
     """Return how many connections devices may have, so that files remain for the fleet itself."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(_MOST_FILES, hard)
+    wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(_MAX_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     return wanted // 2
@@ -98,15 +98,15 @@ def _most_connections() -> int:
 
 @contextmanager
 def _serving(
-    app: Admission, listener: Listener, keys: ServerKeys | None, most_bytes: int, log: Path
+    app: Admission, listener: Listener, keys: ServerKeys | None, max_bytes: int, log: Path
 ) -> Iterator[None]:
     """Serve in a thread of this process, so that both end together."""
     server = uvicorn.Server(
         uvicorn.Config(
             app,
-            http=make_connection_class(most_bytes),
+            http=make_connection_class(max_bytes),
             loop="asyncio",  # it accepts connections through Python's socket class, which Listener extends
-            h11_max_incomplete_event_size=_MOST_HEAD_BYTES,
+            h11_max_incomplete_event_size=_MAX_HEAD_BYTES,
             ws="none",
             lifespan="off",
             log_config=None,

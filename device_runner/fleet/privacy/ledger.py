@@ -30,7 +30,7 @@ class Ledger:
     """The ledger of one device; a truncated last line is dropped.
 
     Raises:
-        RunError: the ledger is damaged, or cannot be written.
+        RunError: the ledger is damaged, or can't be written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -57,7 +57,7 @@ class Ledger:
         return newest
 
     def is_answered(self, line: Record) -> bool:
-        """Whether the result of a round may have been sent."""
+        """Return whether the result of a round may have been sent."""
         return line["type"] == _LEGACY_ROUND or _answered(line) in self._journal.records
 
     def begin(self, line: Record) -> None:
@@ -90,8 +90,8 @@ class Ledger:
         2210.17520.
 
         Args:
-            line: of the present round.
-            delta: of epsilon.
+            line: the line of the present round.
+            delta: the delta of epsilon.
             unit: a row or the owner.
             whole: also count rounds without noise, whose epsilon is infinite.
         """

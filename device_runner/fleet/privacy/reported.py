@@ -73,8 +73,8 @@ def whole_sum(parts: Float64Array, norm: float, unit: float) -> Whole:
 
     Args:
         parts: f64 [examples, n]; an example with a value that is not finite contributes nothing.
-        norm: to which longer contributions are clipped.
-        unit: of the grid.
+        norm: the norm to which longer contributions are clipped.
+        unit: the size of a grid unit.
     """
     parts = np.where(np.isfinite(parts).all(1, keepdims=True), parts, 0.0)
     with np.errstate(over="ignore"):
@@ -103,10 +103,10 @@ class ReportingEstimator:
         measured = self._inner.measure(engine, step)
         if measured.gradient is not None:
             return measured
-        scalars = measured.projected_gradients
+        gradients = measured.projected_gradients
         if self._plan.share_directions and self._plan.estimator == "tangent":
-            scalars = scalars.mean(1, keepdims=True)
-        return _told(measured, scalars)
+            gradients = gradients.mean(1, keepdims=True)
+        return _as_reported(measured, gradients)
 
     def _with_noise(self, engine: Engine, step: Step) -> Measurement:
         """Measure with noise; whatever the rows are, only the noisy sum leaves here, not even a refusal."""
@@ -127,7 +127,7 @@ class ReportingEstimator:
         hidden = replace(measured, loss=0.0, largest_tangent=None)
         if measured.gradient is not None:
             return replace(hidden, gradient=noisy.astype(np.float32))
-        return _told(hidden, noisy.reshape(plan.shape))
+        return _as_reported(hidden, noisy.reshape(plan.shape))
 
     def gradient(
         self, learnt: Mapping[str, Any], seed: int, step: int, modules: Sequence[AdaptedModule]
@@ -136,9 +136,10 @@ class ReportingEstimator:
         return self._inner.gradient(learnt, seed, step, modules)
 
 
-def _told(measured: Measurement, scalars: Float64Array) -> Measurement:
+def _as_reported(measured: Measurement, gradients: Float64Array) -> Measurement:
+    """Return the measurement with these projected gradients, rounded as in a message."""
     with np.errstate(over="ignore"):
-        return replace(measured, projected_gradients=scalars.astype(np.float32).astype(np.float64))
+        return replace(measured, projected_gradients=gradients.astype(np.float32).astype(np.float64))
 
 
 def budget_refusal(epsilon: float, bound: float) -> str:

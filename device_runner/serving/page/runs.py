@@ -21,7 +21,7 @@ from device_runner.serving.page.stopping import ask_to_stop, process_state
 from device_runner.serving.page.tail import RunFollower, file_stamp
 from device_runner.serving.protocol import Json, RequestError
 from device_runner.session.sensors import Sensors
-from prge.errors import RunError, printable, shown
+from prge.errors import RunError, format_value, printable
 from prge.formats.documents import DocumentError, mapping, read_json
 from prge.formats.run_folder import (
     CHECKPOINTS,
@@ -35,10 +35,10 @@ from prge.formats.run_folder import (
     Record,
 )
 
-MOST_RUNS, MOST_ENTRIES, DEEPEST = 200, 10_000, 5
-MOST_STREAMS = 16
+MAX_RUNS, MAX_ENTRIES, DEEPEST = 200, 10_000, 5
+MAX_STREAMS = 16
 SECONDS, SECONDS_TO_CATCH_UP = 1.0, 0.2
-# Longest silence of a stream: a line that cannot be sent shows that the client is gone.
+# Longest silence of a stream: a line that can't be sent shows that the client is gone.
 SECONDS_OF_SILENCE = 10.0
 _MARKS = (JOURNAL, METRICS, SUMMARY)
 _SECONDS_OF_TEMPERATURE = 10.0
@@ -59,7 +59,7 @@ class Runs:
         if not root.is_dir():
             raise RunError(
                 f"{root} is not a folder.",
-                remedy="give a run, or a folder with runs",
+                remedy="Give a run, or a folder with runs.",
                 code="folder-missing",
             )
         self._root = root.resolve()
@@ -85,11 +85,13 @@ class Runs:
         """Return the folder of a run by its name; raises RequestError if there is none."""
         folder = self._resolve_run(self._root / name)
         if folder is None:
-            raise RequestError(404, f"there is no run {shown(name)}", param="run", code="run_not_found")
+            raise RequestError(
+                404, f"there is no run {format_value(name)}", param="run", code="run_not_found"
+            )
         return folder
 
     async def stop(self, name: str) -> None:
-        """Ask a run to stop after its step; raises RequestError if it cannot be asked."""
+        """Ask a run to stop after its step; raises RequestError if it can't be asked."""
         await self._run_in_thread(lambda: self._stop(name))
 
     def _stop(self, name: str) -> None:
@@ -99,7 +101,7 @@ class Runs:
         if not is_running:
             problem = "is not running"
         elif process is None:
-            problem = "cannot be stopped from here: press Ctrl-C in its terminal"
+            problem = "can't be stopped from here: press Ctrl-C in its terminal"
         elif (folder, process) in self._stop_requests:
             # A second signal would end the run at once, in the middle of a step.
             problem = "was already asked to stop, and stops after its step"
@@ -119,10 +121,10 @@ class Runs:
             RequestError: there is no such run, or there are too many streams.
         """
         folder = await self._run_in_thread(lambda: self.folder_of(name))
-        if sum(users for _, users in self._followed.values()) >= MOST_STREAMS:
+        if sum(users for _, users in self._followed.values()) >= MAX_STREAMS:
             raise RequestError(
                 429,
-                f"at most {MOST_STREAMS} pages can watch runs at once: close one",
+                f"at most {MAX_STREAMS} pages can watch runs at once: close one",
                 error_type="rate_limit_error",
             )
         followed, users = self._followed.get(folder) or (RunFollower(folder, self._celsius), 0)
@@ -175,11 +177,11 @@ class Runs:
         return value
 
     def _list(self) -> Json:
-        entries = [MOST_ENTRIES]
+        entries = [MAX_ENTRIES]
         folders = sorted(_runs_in(self._root, DEEPEST, entries), key=_written, reverse=True)
-        listed_runs = [self._describe(folder) for folder in folders[:MOST_RUNS]]
-        self._statuses = {folder: self._statuses[folder] for folder in folders[:MOST_RUNS]}
-        is_cut = len(folders) > MOST_RUNS or entries[0] <= 0
+        listed_runs = [self._describe(folder) for folder in folders[:MAX_RUNS]]
+        self._statuses = {folder: self._statuses[folder] for folder in folders[:MAX_RUNS]}
+        is_cut = len(folders) > MAX_RUNS or entries[0] <= 0
         return {"object": "list", "data": listed_runs, "cut": is_cut}
 
     def _describe(self, folder: Path) -> Record:
@@ -202,7 +204,7 @@ def _runs_in(folder: Path, depth: int, entries: list[int]) -> Iterator[Path]:
     """Yield runs below a folder, or the folder itself.
 
     Args:
-        folder: to search.
+        folder: the folder to search.
         depth: levels of folders below it.
         entries: one number that counts down the entries that may still be visited.
     """
@@ -218,7 +220,7 @@ def _runs_in(folder: Path, depth: int, entries: list[int]) -> Iterator[Path]:
         entries[0] -= 1
         if entries[0] <= 0:
             return
-        # A browser cannot ask for a name that is not valid Unicode.
+        # A browser can't ask for a name that is not valid Unicode.
         is_text = entry.name == entry.name.encode(errors="ignore").decode()
         is_other = entry.name.startswith(".") or entry.name in (CHECKPOINTS, FINAL)
         if depth and is_text and not is_other:
@@ -226,7 +228,7 @@ def _runs_in(folder: Path, depth: int, entries: list[int]) -> Iterator[Path]:
 
 
 def _is_run(folder: Path) -> bool:
-    """Whether a folder is a run's, and none of its files is a link, which could lead elsewhere."""
+    """Return whether a folder is a run's, and none of its files is a link, which could lead elsewhere."""
     is_linked = any((folder / name).is_symlink() for name in (*_MARKS, CONFIG, LOCK, SAMPLES))
     return not is_linked and any((folder / name).is_file() for name in _MARKS)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from starlette.responses import Response
 
 from device_runner.serving.protocol import RequestError
-from prge.errors import shown
+from prge.errors import format_value
 
 FOLDER = Path(__file__).with_name("files")
 INDEX, TEXTS = "index.html", "texts.json"
@@ -30,7 +30,7 @@ _TYPES = {
 def page_file(name: str) -> Response:
     """Return one of the page's files as a response; raises RequestError if there is none."""
     if name not in _names():
-        raise RequestError(404, f"the page has no file {shown(name)}")
+        raise RequestError(404, f"the page has no file {format_value(name)}")
     path = FOLDER / name
     headers = {"Cache-Control": "no-cache"}
     return Response(path.read_bytes(), headers=headers, media_type=_TYPES[path.suffix])

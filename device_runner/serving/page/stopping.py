@@ -36,7 +36,7 @@ def process_state(folder: Path) -> tuple[bool, int | None]:
 
 
 def ask_to_stop(process: int) -> bool:
-    """Ask a run's process to stop after its step; returns whether the process exists."""
+    """Ask a run's process to stop after its step; return whether the process exists."""
     try:
         os.kill(process, signal.SIGTERM)
     except OSError:

@@ -26,10 +26,10 @@ from prge.system.memory import resident_bytes
 from prge.system.regular_files import open_regular
 
 # Bytes per read, which also bounds the length of a record's line.
-MOST_BYTES = 4 << 20
+MAX_BYTES = 4 << 20
 # Records of an event that are kept; if there are more, every second one, then every fourth, ...
-MOST_RECORDS = 4096
-MOST_PROMPTS, MOST_ANSWERS, LONGEST_TEXT = 20, 4, 2000
+MAX_RECORDS = 4096
+MAX_PROMPTS, MAX_ANSWERS, LONGEST_TEXT = 20, 4, 2000
 # Steps by which the remaining time is estimated.
 _RECENT = 32
 
@@ -50,10 +50,10 @@ class LineReader:
                 is_replaced = facts.st_ino != self._file or facts.st_size < self._offset
                 self._file, self._offset = facts.st_ino, 0 if is_replaced else self._offset
                 stream.seek(self._offset)
-                content = stream.read(MOST_BYTES)
+                content = stream.read(MAX_BYTES)
         except OSError:
             return False, []
-        self.has_more = len(content) == MOST_BYTES
+        self.has_more = len(content) == MAX_BYTES
         # An incomplete line is left for the next read, unless it is longer than any record.
         end = content.rfind(b"\n") + 1 or (len(content) if self.has_more else 0)
         self._offset += end
@@ -74,7 +74,7 @@ class ThinnedRecords:
         if self._count % self._stride == 0:
             self._kept.append(record)
         self._count += 1
-        if len(self._kept) > MOST_RECORDS:
+        if len(self._kept) > MAX_RECORDS:
             self._kept, self._stride = self._kept[::2], 2 * self._stride
 
     @property
@@ -88,7 +88,7 @@ class RunFollower:
     """A run that is read again and again, by one thread.
 
     Args:
-        folder: of the run.
+        folder: the folder of the run.
         temperature: returns the temperature of this machine; None if it is unknown.
     """
 
@@ -192,12 +192,12 @@ class RunFollower:
             return
         right = shortened(record.get("right", ""), LONGEST_TEXT)
         key = json.dumps({"prompt": prompt_text(record["prompt"]), "right": right})
-        if key not in self._answers and len(self._answers) == MOST_PROMPTS:
+        if key not in self._answers and len(self._answers) == MAX_PROMPTS:
             return
         answers = self._answers.setdefault(key, OrderedDict())
         text = shortened(record["text"], LONGEST_TEXT)
         answers[record["step"]] = {"step": record["step"], "text": text}
-        if len(answers) > MOST_ANSWERS:
+        if len(answers) > MAX_ANSWERS:
             del answers[list(answers)[1]]
 
     def _left(self, planned: int | None) -> float | None:

@@ -6,7 +6,7 @@ from prge.data.columns import Fields, RowError, get_text
 from prge.data.forms.messages import to_messages, without_training
 from prge.data.readers.files import Row
 from prge.data.segments import Segmenter, Texts
-from prge.errors import shown
+from prge.errors import format_value
 
 
 def whole_text(segmenter: Segmenter, row: Row) -> Texts:
@@ -32,7 +32,7 @@ def completion_fields(fields: Fields, chat: bool) -> Fields:
     ):
         if not isinstance(value, list):
             raise RowError(
-                f"its {name} is {shown(value)}, must be a text or a list of messages",
+                f"its {name} is {format_value(value)}, must be a text or a list of messages",
                 code="column-not-messages",
             )
     if (

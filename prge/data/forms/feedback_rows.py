@@ -25,8 +25,8 @@ def rows_from_feedback(rows: Sequence[Row], objective: ObjectiveName = "auto") -
     """Return rows for training, and a line that summarises the conversion.
 
     Args:
-        rows: Valid feedback.
-        objective: Objective of the training.
+        rows: valid feedback.
+        objective: objective of the training.
     """
     corrected = [row for row in rows if "correction" in row.fields]
     rated = [row for row in rows if "correction" not in row.fields]
@@ -46,7 +46,7 @@ def rows_from_feedback(rows: Sequence[Row], objective: ObjectiveName = "auto") -
 
 
 def has_positive_answer(row: Fields) -> bool:
-    """Whether a row has an answer to learn, and not only one to avoid."""
+    """Return whether a row has an answer to learn, and not only one to avoid."""
     return "correction" in row or row["rating"] == GOOD
 
 

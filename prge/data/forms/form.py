@@ -36,7 +36,7 @@ from prge.data.forms.preferences import chosen_fields, pair_candidates, rated_fi
 from prge.data.readers.feedback import TEMPLATE_KWARGS
 from prge.data.readers.files import Row
 from prge.data.segments import Candidates, Segmenter, Texts
-from prge.errors import DataError, shown
+from prge.errors import DataError, format_value
 from prge.objectives.preferences import PREFERENCES, ObjectiveName, Preferring
 
 WEIGHT = "weight"
@@ -51,16 +51,16 @@ class Form:
     """A form of rows: a set of columns and their conversion.
 
     Attributes:
-        name: Name for users.
-        columns: Columns that a row must have.
-        prompt_columns: Columns that a prompt alone must have.
-        to_plain: Converts a row to `text`, to `prompt` and `completion`, or to `messages`, given whether the
+        name: name for users.
+        columns: columns that a row must have.
+        prompt_columns: columns that a prompt alone must have.
+        to_plain: converts a row to `text`, to `prompt` and `completion`, or to `messages`, given whether the
             model has a chat template. Of preferences, it returns the preferred answer.
-        optional: Columns that a row may have.
-        chat: Whether the form needs a chat template, or uses one if there is one.
-        prefers: How the rows express preferences, if they do.
-        chat_columns: Optional columns of rows that become messages.
-        variables: Optional columns that are variables of the chat template.
+        optional: columns that a row may have.
+        chat: whether the form needs a chat template, or uses one if there is one.
+        prefers: how the rows express preferences, if they do.
+        chat_columns: optional columns of rows that become messages.
+        variables: optional columns that are variables of the chat template.
     """
 
     name: str
@@ -77,8 +77,8 @@ class Form:
         """Return this form for rows that are rendered by a chat template with the given variables.
 
         Args:
-            variables: Variables that the template reads.
-            present: Columns of the rows.
+            variables: variables that the template reads.
+            present: columns of the rows.
         """
         known = {*self.columns, *self.optional, *self.chat_columns, *_CHAT_COLUMNS}
         template_columns = tuple(name for name in present if name in variables and name not in known)
@@ -98,11 +98,11 @@ class Form:
 
         Args:
             row: A row of this form.
-            chat: Whether the model has a chat template.
-            prompts_only: The row may lack the answer.
+            chat: whether the model has a chat template.
+            prompts_only: the row may lack the answer.
 
         Raises:
-            RowError: The row lacks a column, or has an invalid value.
+            RowError: the row lacks a column, or has an invalid value.
         """
         self.check(row, prompts_only)
         fields = self.select_columns(row).fields
@@ -117,9 +117,9 @@ class Form:
         """Convert a row to segments for an objective.
 
         Raises:
-            RowError: The row can't be used.
-            DataError: The chat template refuses the messages.
-            BundleError: The chat template exceeds its limits.
+            RowError: the row can't be used.
+            DataError: the chat template refuses the messages.
+            BundleError: the chat template exceeds its limits.
         """
         segments = self._segments(objective, segmenter, row)
         if WEIGHT not in self.optional or row.fields.get(WEIGHT) is None:
@@ -158,7 +158,7 @@ def _weight_of(value: object) -> float:
         weight = math.nan
     if not 0 < weight <= MAX_WEIGHT:
         raise RowError(
-            f"its weight is {shown(value)}, must be a number above 0, at most {MAX_WEIGHT:g}: it "
+            f"its weight is {format_value(value)}, must be a number above 0, at most {MAX_WEIGHT:g}: it "
             "multiplies the row's loss; rename a column with another meaning",
             code="weight-unusable",
         )
@@ -205,16 +205,16 @@ def find_form(
     """Return the form of all rows of a file.
 
     Args:
-        rows: Rows of the file.
-        source: Name of the data in errors.
-        named: Columns that the user renamed; only forms with all of them are considered.
-        prompts_only: Rows may lack the answer.
-        objective: Objective of the training; `completion` trains on rated answers whatever their label.
+        rows: rows of the file.
+        source: name of the data in errors.
+        named: columns that the user renamed; only forms with all of them are considered.
+        prompts_only: rows may lack the answer.
+        objective: objective of the training; `completion` trains on rated answers whatever their label.
 
     Raises:
-        DataError: The columns match no form, or the rows have several forms.
+        DataError: the columns match no form, or the rows have several forms.
     """
-    what = f"{source} can't be used"
+    what = f"{source} can't be used:"
     forms = [form for form in FORMS if set(named) <= {*form.columns, *form.optional, *form.chat_columns}]
     if objective == "completion":
         forms = [form for form in forms if form.prefers != "ratings"]
@@ -227,7 +227,7 @@ def find_form(
         raise DataError(
             what,
             [f"its columns are {format_column_names(present_columns(rows))}; known are {known}"],
-            remedy="map them, for example with --columns prompt=question completion=answer, or give a --task",
+            remedy="Map them, for example with --columns prompt=question completion=answer, or give --task.",
             code="form-unknown",
         )
     if len(matches) > 1:
@@ -235,7 +235,7 @@ def find_form(
         raise DataError(
             what,
             [f"it mixes rows of several forms: {names}"],
-            remedy="make a file for each form",
+            remedy="Make a file for each form.",
             code="forms-mixed",
         )
     form = next(form for form in forms if form in matches)

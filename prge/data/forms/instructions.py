@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from prge.data.columns import Fields, RowError, decode_column, get_text
 from prge.data.forms.messages import SYSTEM
-from prge.errors import shown
+from prge.errors import format_value
 
 HISTORY = "history"
 
@@ -51,13 +51,13 @@ def _history(fields: Fields) -> Iterator[tuple[str, str]]:
     history = decode_column(HISTORY, fields.get(HISTORY) or [])
     if not isinstance(history, list):
         raise RowError(
-            f"{HISTORY} must be a list of questions with their answers, not {shown(history)}",
+            f"{HISTORY} must be a list of questions with their answers, not {format_value(history)}",
             code="history-malformed",
         )
     for each in history:
         if not isinstance(each, list) or len(each) != 2 or not all(isinstance(text, str) for text in each):
             raise RowError(
-                f"{HISTORY} must have lists of a question and its answer, not {shown(each)}",
+                f"{HISTORY} must have lists of a question and its answer, not {format_value(each)}",
                 code="history-malformed",
             )
         yield each[0], each[1]

@@ -26,7 +26,7 @@ from prge.data.row_report import (
 )
 from prge.data.segments import Segment, SegmentedText, Segmenter, Texts
 from prge.data.tokenization.control_tokens import MessageTexts, RenderedText, in_messages
-from prge.errors import BundleError, DataError, shown
+from prge.errors import BundleError, DataError, format_value
 
 if TYPE_CHECKING:
     from prge.data.tokenization.chat import ChatTemplate, Message, Rendering
@@ -47,9 +47,9 @@ def messages_texts(segmenter: Segmenter, row: Row) -> Texts:
     """Convert a row of `messages`, with optional `chat_template_kwargs`, to texts.
 
     Raises:
-        RowError: The messages are invalid, or have no answer to train on.
-        DataError: The template refuses the messages.
-        BundleError: The template exceeds its limits.
+        RowError: the messages are invalid, or have no answer to train on.
+        DataError: the template refuses the messages.
+        BundleError: the template exceeds its limits.
     """
     from prge.data.tokenization.chat import check_messages, trained_turns
 
@@ -85,11 +85,13 @@ def _sharegpt_message(number: int, turn: object) -> Mapping[str, Any]:
     role = turn.get("from", turn.get("role")) if isinstance(turn, dict) else None
     if not isinstance(turn, dict) or not isinstance(role, str) or not {"value", "role"} & turn.keys():
         raise RowError(
-            f"turn {number} is {shown(turn)}, must have the texts from and value", code="turns-malformed"
+            f"turn {number} is {format_value(turn)}, must have the texts from and value",
+            code="turns-malformed",
         )
     if role.lower() not in SHAREGPT_ROLES:
         raise RowError(
-            f"turn {number} is from {shown(role)}; known are {', '.join(SHAREGPT_ROLES)}", code="role-unknown"
+            f"turn {number} is from {format_value(role)}; known are {', '.join(SHAREGPT_ROLES)}",
+            code="role-unknown",
         )
     content = turn.get("value", turn.get("content"))
     rest = {name: value for name, value in turn.items() if name not in ("from", "value")}
@@ -113,12 +115,12 @@ def with_system(system: Any, messages: Any) -> Any:
     """Prepend the text of the column `system`, if there is one, to the messages.
 
     Raises:
-        RowError: The column is not a text, or the messages begin with a different system message.
+        RowError: the column is not a text, or the messages begin with a different system message.
     """
     if system is None or system == "" or not isinstance(messages, list):
         return messages
     if not isinstance(system, str):
-        raise RowError(f"{SYSTEM} must be a text, not {shown(system)}", code="column-not-text")
+        raise RowError(f"{SYSTEM} must be a text, not {format_value(system)}", code="column-not-text")
     first = messages[0] if messages and isinstance(messages[0], dict) else {}
     if first.get("role") != "system":
         return [{"role": "system", "content": system}, *messages]
@@ -134,7 +136,7 @@ def template_kwargs(value: Any) -> dict[str, Any]:
     kwargs = decode_column(TEMPLATE_KWARGS, value or {}, "a mapping")
     if not isinstance(kwargs, dict) or not all(isinstance(name, str) for name in kwargs):
         raise RowError(
-            f"{TEMPLATE_KWARGS} must be a mapping of names to values, not {shown(kwargs)}",
+            f"{TEMPLATE_KWARGS} must be a mapping of names to values, not {format_value(kwargs)}",
             code="template-kwargs",
         )
     if reserved := _RESERVED & kwargs.keys():
@@ -149,8 +151,8 @@ def template_variables(fields: Fields, names: Collection[str] = ()) -> dict[str,
     """Return the arguments of a row's chat template besides the messages.
 
     Args:
-        fields: Columns of the row.
-        names: Columns that are variables of the template.
+        fields: columns of the row.
+        names: columns that are variables of the template.
 
     Raises:
         RowError: tools is not a list, or chat_template_kwargs is not a mapping or names a reserved argument.
@@ -159,7 +161,9 @@ def template_variables(fields: Fields, names: Collection[str] = ()) -> dict[str,
     variables |= template_kwargs(fields.get(TEMPLATE_KWARGS))
     tools = decode_column(TOOLS, fields.get(TOOLS) or variables.get(TOOLS) or [])
     if not isinstance(tools, list):
-        raise RowError(f"{TOOLS} must be a list, or JSON of one, not {shown(tools)}", code="column-not-json")
+        raise RowError(
+            f"{TOOLS} must be a list, or JSON of one, not {format_value(tools)}", code="column-not-json"
+        )
     return (
         {**variables, TOOLS: tools}
         if tools
@@ -178,13 +182,13 @@ class Conversation:
     """The messages of a row with their chat template.
 
     Attributes:
-        row: Row number.
-        messages: The messages.
-        trained: Indices of the messages that are trained on.
-        variables: Arguments of the template besides the messages.
-        chat: The chat template.
-        texts: Distinguishes control tokens that are written in the messages from those of the template.
-        events: Events for the report.
+        row: row number.
+        messages: the messages.
+        trained: indices of the messages that are trained on.
+        variables: arguments of the template besides the messages.
+        chat: the chat template.
+        texts: distinguishes control tokens that are written in the messages from those of the template.
+        events: events for the report.
     """
 
     row: int
@@ -199,15 +203,15 @@ class Conversation:
         """Render the conversation with its template.
 
         Raises:
-            DataError: The template refuses the conversation.
-            BundleError: The template exceeds its limits; the error names the row.
+            DataError: the template refuses the conversation.
+            BundleError: the template exceeds its limits; the error names the row.
         """
         try:
             protect = self.texts.protect
             return self.chat.renderings(protect(self.messages), self.trained, protect(self.variables))
         except BundleError as error:
             raise BundleError(
-                f"{error.what} (row {self.row})", remedy=error.remedy, code=error.code
+                f"{error.what.rstrip('.')} (row {self.row}).", remedy=error.remedy, code=error.code
             ) from None
 
     def to_segments(self, rendering: Rendering) -> SegmentedText:
@@ -233,7 +237,7 @@ class Conversation:
         it, and so on. A text that doesn't fit has a single exchange.
 
         Raises:
-            DataError: The template refuses a part, or renders its turns in several ways.
+            DataError: the template refuses a part, or renders its turns differently once others follow.
         """
         roles = [message["role"] for message in self.messages]
         first = int(roles[0] == "system")
@@ -267,7 +271,9 @@ class Conversation:
         renderings = part.renderings()
         if len(renderings) > 1:
             raise DataError(
-                "the chat template renders turns in several ways", [], code="turns-rendered-differently"
+                "The chat template renders turns differently once others follow.",
+                [],
+                code="turns-rendered-differently",
             )
         return part.to_segments(renderings[0])
 
@@ -282,7 +288,7 @@ def make_conversation(
     """Create the conversation of a row, of which the messages at the indices `trained` are trained on.
 
     Raises:
-        RowError: The model has no chat template.
+        RowError: the model has no chat template.
     """
     if segmenter.chat is None:
         raise RowError("it has messages, but the model has no chat template", code="chat-template-missing")

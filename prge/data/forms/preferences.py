@@ -21,7 +21,7 @@ from prge.data.forms.messages import (
 )
 from prge.data.readers.files import Row
 from prge.data.segments import Candidates, SegmentedText, Segmenter
-from prge.errors import shown
+from prge.errors import format_value
 
 # Text, or messages.
 Content = TypeVar("Content", str, list[Any])
@@ -33,13 +33,13 @@ def pair_candidates(segmenter: Segmenter, variables: Sequence[str], row: Row) ->
     """Return the chosen and the rejected answer of a pair as candidates.
 
     Args:
-        segmenter: Converts texts to segments.
-        variables: Columns that are variables of the chat template.
+        segmenter: converts texts to segments.
+        variables: columns that are variables of the chat template.
         row: A row with a pair.
 
     Raises:
-        RowError: The row is not a valid pair.
-        DataError, BundleError: As `messages_texts`.
+        RowError: the row is not a valid pair.
+        DataError, BundleError: as `messages_texts`.
     """
     pair = parse_pair(row.fields)
     answers = [pair["chosen"], pair["rejected"]]
@@ -130,7 +130,8 @@ def parse_pair(fields: Fields) -> Fields:
     else:
         if not isinstance(prompt, str | None):
             raise RowError(
-                f"its prompt is {shown(prompt)}, must be a text, as its chosen is", code="texts-and-messages"
+                f"its prompt is {format_value(prompt)}, must be a text, as its chosen is",
+                code="texts-and-messages",
             )
         parts = _split_prompt(
             chosen, rejected, _common_word_prefix(chosen, rejected) if prompt is None else prompt
@@ -152,7 +153,7 @@ def parse_rating(fields: Fields) -> Fields:
     known = _LABELS.get(str(label).lower()) if isinstance(label, bool | int | str) else None
     if known is None:
         raise RowError(
-            f"its label is {shown(label)}, must be true or false; --objective completion trains on "
+            f"its label is {format_value(label)}, must be true or false; --objective completion trains on "
             "completions whatever their label",
             code="label-unknown",
         )
@@ -193,7 +194,7 @@ def _check_same_type(values: Mapping[str, object]) -> None:
     for name, each in values.items():
         if not isinstance(each, str | list):
             raise RowError(
-                f"its {name} is {shown(each)}, must be a text or a list of messages",
+                f"its {name} is {format_value(each)}, must be a text or a list of messages",
                 code="column-not-messages",
             )
     if len({type(each) for each in values.values()}) > 1:
@@ -256,7 +257,7 @@ def _prompt_messages(prompt: str, chosen: list[Any], rejected: list[Any]) -> lis
     common = _common_prefix(chosen, rejected)
     if not isinstance(common[-1], dict) or common[-1].get("content") != prompt:
         raise RowError(
-            f"its prompt is {shown(prompt)}, but chosen and rejected don't both begin with it",
+            f"its prompt is {format_value(prompt)}, but chosen and rejected don't both begin with it",
             code="prompt-of-no-answer",
         )
     return common

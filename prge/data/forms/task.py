@@ -19,7 +19,7 @@ from typing import Any
 
 from prge.cli.bounds import BOUNDS
 from prge.data.columns import RowError
-from prge.errors import ConfigError, shown
+from prge.errors import ConfigError, format_value
 from prge.formats.documents import DocumentError, read_yaml
 
 TASKS = Path(__file__).parent / "tasks"
@@ -103,7 +103,8 @@ class Template:
             if replacements is not None:
                 if text not in replacements:
                     raise RowError(
-                        f"column {part.column!r} is {shown(text)}, must be one of {', '.join(replacements)}",
+                        f"column {part.column!r} is {format_value(text)}, must be one of "
+                        f"{', '.join(replacements)}",
                         code="value-unknown",
                     )
                 text = replacements[text]
@@ -198,7 +199,7 @@ class Task:
                     problems.append("candidate: must contain {candidate}")
         if problems:
             raise ConfigError(
-                f"the task {self.name or '(without a name)'} can't be used", problems, code="task-unusable"
+                f"The task {self.name or '(without a name)'} can't be used:", problems, code="task-unusable"
             )
 
     @property
@@ -299,7 +300,7 @@ class Task:
             if spelling in keys:
                 return keys.index(spelling)
         raise RowError(
-            f"column {self.label_column!r} is {shown(value)}, must be one of {', '.join(keys)}",
+            f"column {self.label_column!r} is {format_value(value)}, must be one of {', '.join(keys)}",
             code="label-unknown",
         )
 
@@ -322,7 +323,7 @@ def load_task(name_or_path: str | Path) -> Task:
     """Load a task by its name, or from a YAML file.
 
     Raises:
-        ConfigError: There is no such task or file, it is not YAML, or it has invalid keys or values, all of
+        ConfigError: there is no such task or file, it is not YAML, or it has invalid keys or values, all of
             which the error lists.
     """
     path = Path(name_or_path)
@@ -331,15 +332,15 @@ def load_task(name_or_path: str | Path) -> Task:
     if not path.is_file():
         close = difflib.get_close_matches(str(name_or_path), task_names(), 1)
         raise ConfigError(
-            f"there is no task or task file {str(name_or_path)!r}",
+            f"There is no task or task file {str(name_or_path)!r}:",
             [f"did you mean {close[0]}?"] if close else [],
-            remedy=f"give a path to a YAML file, or one of {', '.join(task_names())}",
+            remedy=f"Give a path to a YAML file, or one of {', '.join(task_names())}.",
             code="task-unknown",
         )
     try:
         content = read_yaml(path)
     except DocumentError as error:
-        raise ConfigError(f"{path} can't be read as a task", [str(error)], code="task-unreadable") from None
+        raise ConfigError(f"{path} can't be read as a task:", [str(error)], code="task-unreadable") from None
     return parse_task(content, str(path))
 
 
@@ -347,14 +348,16 @@ def parse_task(content: object, source: str) -> Task:
     """Create a task from parsed YAML; `source` names it in errors. Raises ConfigError with all problems."""
     if not isinstance(content, dict):
         raise ConfigError(
-            f"{source} is not a task file", ["it must hold keys and values"], code="task-unreadable"
+            f"{source} is not a task file:", ["it must hold keys and values"], code="task-unreadable"
         )
     names = [each.name for each in fields(Task)]
     problems = []
     for key in content:
         if key not in names:
             close = difflib.get_close_matches(str(key), names, 1)
-            problems.append(f"unknown key {shown(key)}" + (f", did you mean {close[0]}?" if close else ""))
+            problems.append(
+                f"unknown key {format_value(key)}" + (f", did you mean {close[0]}?" if close else "")
+            )
     arguments: dict[str, Any] = {}
     for key in names:
         if content.get(key) is None:
@@ -368,47 +371,47 @@ def parse_task(content: object, source: str) -> Task:
                     str(name): _texts(each, f"{key}.{name}", problems) for name, each in value.items()
                 }
             else:
-                problems.append(f"{key} is {shown(value)}, must be column: {{value: text}}")
+                problems.append(f"{key} is {format_value(value)}, must be column: {{value: text}}")
         elif key == "choices":
             if isinstance(value, list) and all(isinstance(each, str) for each in value):
                 arguments[key] = tuple(value)
             else:
-                problems.append(f"{key} is {shown(value)}, must be a list of columns")
+                problems.append(f"{key} is {format_value(value)}, must be a list of columns")
         elif key == "generate":
             arguments[key] = _generate(value, problems)
         elif isinstance(value, str):
             arguments[key] = value
         else:
-            problems.append(f"{key} is {shown(value)}, must be a text")
-    remedy = f"known keys: {', '.join(names)}"
+            problems.append(f"{key} is {format_value(value)}, must be a text")
+    remedy = f"Known keys: {', '.join(names)}."
     try:
         task = Task(**{"name": "", "template": "", **arguments})
     except ConfigError as error:
         reported = {problem.split()[0].rstrip(":") for problem in problems}
         problems += [problem for problem in error.problems if problem.split()[0].rstrip(":") not in reported]
     if problems:
-        raise ConfigError(f"{source} can't be used as a task", problems, remedy=remedy, code="task-unusable")
+        raise ConfigError(f"{source} can't be used as a task:", problems, remedy=remedy, code="task-unusable")
     return task
 
 
 def _generate(value: object, problems: list[str]) -> Generate:
     known = [each.name for each in fields(Generate)]
     if not isinstance(value, dict) or any(name not in known for name in value):
-        problems.append(f"generate is {shown(value)}, must have max_tokens, stop or both")
+        problems.append(f"generate is {format_value(value)}, must have max_tokens, stop or both")
         return Generate()
     most, stop = value.get("max_tokens", Generate.max_tokens), value.get("stop", list(Generate.stop))
     if type(most) is not int or (problem := BOUNDS["max_tokens"].problem(most)):
         problem_text = problem if type(most) is int else "must be a whole number"
-        problems.append(f"generate.max_tokens is {shown(most)}, {problem_text}")
+        problems.append(f"generate.max_tokens is {format_value(most)}, {problem_text}")
     if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
-        problems.append(f"generate.stop is {shown(stop)}, must be a list of texts")
+        problems.append(f"generate.stop is {format_value(stop)}, must be a list of texts")
         stop = []
     return Generate(most, tuple(stop))
 
 
 def _texts(value: object, key: str, problems: list[str]) -> dict[str, str]:
     if not isinstance(value, dict):
-        problems.append(f"{key} is {shown(value)}, must be keys and texts")
+        problems.append(f"{key} is {format_value(value)}, must be keys and texts")
         return {}
     for name, text in value.items():
         if isinstance(text, bool):
@@ -416,7 +419,7 @@ def _texts(value: object, key: str, problems: list[str]) -> dict[str, str]:
                 f"{key} {name} is {text}: put it in quotes (YAML takes bare Yes and No for true and false)"
             )
         elif not isinstance(text, (str, int, float)):
-            problems.append(f"{key} {name} is {shown(text)}, must be a text")
+            problems.append(f"{key} {name} is {format_value(text)}, must be a text")
     return {_key(name): str(text) for name, text in value.items()}
 
 

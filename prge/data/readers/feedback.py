@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from prge.errors import DataError, shown
+from prge.errors import DataError, format_value
 from prge.formats.adapter import Adapter
 from prge.formats.documents import DocumentError, parse_json
 from prge.system.atomic import check_file, storage_error, write_file
@@ -44,12 +44,12 @@ class AnswerRecord:
     """An answer of a model, on which feedback can be given.
 
     Attributes:
-        id: Identifier of the answer.
-        model: Name of the model.
-        adapter: Digest of the adapter.
+        id: identifier of the answer.
+        model: name of the model.
+        adapter: digest of the adapter.
         prompt_fields: `prompt` or `messages`.
-        answer: Text of the answer.
-        settings: Settings of the sampling.
+        answer: text of the answer.
+        settings: settings of the sampling.
     """
 
     id: str
@@ -63,12 +63,12 @@ class AnswerRecord:
         """Return the row of feedback with a rating or a correction.
 
         Raises:
-            ValueError: Both or neither is given, or the feedback is empty.
+            ValueError: both or neither is given, or the feedback is empty.
         """
         if (rating is None) == (correction is None):
             raise ValueError("give either a rating or a correction")
         if rating is not None and rating not in RATINGS:
-            raise ValueError(f"rating is {shown(rating)}, must be {' or '.join(RATINGS)}")
+            raise ValueError(f"rating is {format_value(rating)}, must be {' or '.join(RATINGS)}")
         if correction is not None and not correction.strip():
             raise ValueError("the correction is empty")
         if correction is not None and correction.strip() == self.answer.strip():
@@ -100,7 +100,7 @@ def with_leading_space(correction: str, answer: str) -> str:
 
 
 def is_feedback(fields: Fields) -> bool:
-    """Whether a row has the columns of feedback."""
+    """Return whether a row has the columns of feedback."""
     has_prompt = "prompt" in fields or "messages" in fields
     return has_prompt and "answer" in fields and ("rating" in fields or "correction" in fields)
 
@@ -109,8 +109,8 @@ def check_feedback(path: Path) -> None:
     """Check that feedback can be appended to a file, which may not exist yet; changes nothing.
 
     Raises:
-        RunError: The file can't be written.
-        DataError: The file holds other content than feedback.
+        RunError: the file can't be written.
+        DataError: the file holds other content than feedback.
     """
     check_file(path)
     try:
@@ -120,8 +120,8 @@ def check_feedback(path: Path) -> None:
         with open_regular(path, "rb") as stream:
             for number, line in enumerate(iter(partial(stream.readline, _LONGEST_LINE), b""), 1):
                 if line.strip() and not _starts_with_feedback(line):
-                    what = f"{path} holds something else than feedback: row {number}"
-                    raise DataError(what, [], remedy="give another file", code="feedback-foreign")
+                    what = f"{path} holds something else than feedback in row {number}."
+                    raise DataError(what, [], remedy="Give another file.", code="feedback-foreign")
                 if line.strip():
                     return
     except OSError as error:
@@ -131,16 +131,16 @@ def check_feedback(path: Path) -> None:
 def find_feedback_problem(row: Fields) -> str:
     """Return the problem of an untrusted row of feedback; empty if it is valid."""
     if not isinstance(row["answer"], str):
-        return f"its answer is {shown(row['answer'])}, must be a text"
+        return f"its answer is {format_value(row['answer'])}, must be a text"
     if "correction" in row and not (isinstance(row["correction"], str) and row["correction"].strip()):
-        return f"its correction is {shown(row['correction'])}, must be a text"
+        return f"its correction is {format_value(row['correction'])}, must be a text"
     if "correction" not in row and row["rating"] not in RATINGS:
-        return f"its rating is {shown(row['rating'])}, must be {' or '.join(RATINGS)}"
+        return f"its rating is {format_value(row['rating'])}, must be {' or '.join(RATINGS)}"
     messages = row.get("messages", [])
     if not isinstance(messages, list) or not all(map(_is_message, messages)):
         return "its messages must be a list, each with role and content"
     if not messages and not isinstance(row.get("prompt"), str):
-        return f"its prompt is {shown(row.get('prompt'))}, must be a text"
+        return f"its prompt is {format_value(row.get('prompt'))}, must be a text"
     return ""
 
 
@@ -154,13 +154,13 @@ def append_feedback(
     """Append all rows or none, and remove an incomplete last line that a killed process left.
 
     Args:
-        path: The file.
-        rows: Rows to append.
-        while_locked: Called repeatedly while another process holds the file's lock; it sleeps, or raises to
+        path: the file.
+        rows: rows to append.
+        while_locked: called repeatedly while another process holds the file's lock; it sleeps, or raises to
             end the wait. By default the call waits without a limit.
 
     Raises:
-        RunError: The file can't be written; it is left unchanged.
+        RunError: the file can't be written; it is left unchanged.
     """
     try:
         with _locked(path, while_locked=while_locked) as stream:
@@ -196,12 +196,12 @@ def remove_rows(path: Path, is_removed: Callable[[int, Fields | None, str], bool
     Only rows that are appended meanwhile are checked while the file is locked.
 
     Args:
-        path: The file, which keeps its mode.
-        is_meant: Decides from a row's number, its fields (None if the line isn't a JSON object) and its line
+        path: the file, which keeps its mode.
+        is_meant: decides from a row's number, its fields (None if the line isn't a JSON object) and its line
             whether to remove it.
 
     Raises:
-        RunError: The file can't be read or written.
+        RunError: the file can't be read or written.
     """
     try:
         rights = stat.S_IMODE(os.stat(path).st_mode)
@@ -257,7 +257,7 @@ def read_feedback(path: Path) -> list[Fields]:
 
 
 def parse_feedback_line(line: bytes) -> Fields | None:
-    """Parse a line of feedback; returns None if it is invalid or something else."""
+    """Parse a line of feedback; return None if it is invalid or something else."""
     fields = _parse_object(line)
     return (
         fields if fields is not None and is_feedback(fields) and not find_feedback_problem(fields) else None
@@ -303,13 +303,13 @@ def _locked(
 
 
 def _starts_with_feedback(line: bytes) -> bool:
-    """Whether the first line of a file is a row of feedback, or an incomplete first row."""
+    """Return whether the first line of a file is a row of feedback, or an incomplete first row."""
     fields = _parse_object(line)
     return _is_incomplete_first(line) if fields is None else is_feedback(fields)
 
 
 def _is_incomplete_first(content: bytes) -> bool:
-    """Whether a file holds only the beginning of its first row of feedback."""
+    """Return whether a file holds only the beginning of its first row of feedback."""
     begins = content[: len(_ROW_START)] == _ROW_START[: len(content)]
     return begins and b"\n" not in content and _parse_object(content) is None
 

@@ -52,9 +52,9 @@ class RowNumber(int):
         """Create the number.
 
         Args:
-            value: Unique number among all files.
-            in_file: Number of the row in its file, from 1.
-            file: Path of the file.
+            value: unique number among all files.
+            in_file: number of the row in its file, from 1.
+            file: path of the file.
         """
         number = super().__new__(cls, value)
         number.in_file, number.file = in_file, file
@@ -109,35 +109,35 @@ class Selection:
         if self.shuffle_seed is not None and not 0 <= self.shuffle_seed < 2**64:
             problems.append(f"shuffle_seed is {self.shuffle_seed}, must be from 0 to 2**64 - 1")
         if problems:
-            raise ConfigError("the selection of rows can't be used", problems, code="selection-unusable")
+            raise ConfigError("The selection of rows can't be used:", problems, code="selection-unusable")
 
 
 def read_rows(path: Path | str, broken: list[str] | None = None, part: Part = "train") -> list[Row]:
     """Read all rows of a file in one of the `FORMATS`.
 
     Args:
-        path: The file.
+        path: the file.
         broken: A list to which the problems of broken rows are appended, which are skipped then.
-        part: The part to read of a JSON object with rows under `train`, `valid` and `test`.
+        part: the part to read of a JSON object with rows under `train`, `valid` and `test`.
 
     Raises:
-        DataError: The file doesn't exist, has another format or encoding, no rows, or broken rows, all of
+        DataError: the file doesn't exist, has another format or encoding, no rows, or broken rows, all of
             which the error lists.
     """
     path = Path(path)
     suffix = path.suffix.lower()
     if suffix not in FORMATS:
         raise DataError(
-            f"{path} can't be read as data",
+            f"{path} can't be read as data:",
             [f"its name ends in {suffix!r}; known formats are {', '.join(FORMATS)}"],
-            remedy="convert or rename the file",
+            remedy="Convert or rename the file.",
             code="file-format",
         )
     if not path.is_file():
         raise DataError(
-            f"{path} can't be read as data",
+            f"{path} can't be read as data:",
             ["there is no such file"],
-            remedy="check the path",
+            remedy="Check the path.",
             code="file-missing",
         )
     problems: list[str] = [] if broken is None else broken
@@ -157,16 +157,16 @@ def read_rows(path: Path | str, broken: list[str] | None = None, part: Part = "t
         check_expansion(path, size, ROW_BYTES * len(rows))
     if problems and (broken is None or not rows):
         raise DataError(
-            f"{path} has rows that can't be read",
+            f"{path} has rows that can't be read:",
             problems,
-            remedy="correct or remove these rows",
+            remedy="Correct or remove these rows.",
             code="rows-unreadable",
         )
     if not rows:
         raise DataError(
-            f"{path} can't be used",
+            f"{path} can't be used:",
             ["it has no rows"],
-            remedy="give a file with at least one row",
+            remedy="Give a file with at least one row.",
             code="rows-empty",
         )
     return rows
@@ -179,7 +179,7 @@ def select_rows(rows: Sequence[Item], selection: Selection) -> list[Item]:
     development.
 
     Raises:
-        DataError: No row is left.
+        DataError: no row is left.
     """
     order: Sequence[int] = range(len(rows))
     if selection.shuffle_seed is not None:
@@ -190,9 +190,9 @@ def select_rows(rows: Sequence[Item], selection: Selection) -> list[Item]:
     chosen = [rows[index] for index in order[selection.start : end]]
     if not chosen:
         raise DataError(
-            "the selection leaves no rows",
+            "The selection leaves no rows:",
             [f"the file has {len(rows)} rows, start is {selection.start}"],
-            remedy="give a smaller start",
+            remedy="Give a smaller start.",
             code="selection-empty",
         )
     return chosen
@@ -205,7 +205,7 @@ def read_text(path: Path, whole: bool = False) -> str:
     """
     content = path.read_bytes()
     content = whole_lines(content) if whole else content
-    what, remedy = f"{path} is not UTF-8", "save the file as UTF-8"
+    what, remedy = f"{path} is not UTF-8:", "Save the file as UTF-8."
     if content.startswith(UTF16_MARKS):
         raise DataError(what, ["byte 0: it begins as a UTF-16 file"], remedy=remedy, code="not-utf8")
     skipped = len(UTF8_MARK) if content.startswith(UTF8_MARK) else 0

@@ -28,10 +28,10 @@ def numbered_items(text: str, problems: list[str], part: Sequence[str], parts: C
     """Yield rows with their numbers from 1: the line in jsonl, else the position.
 
     Args:
-        text: Content of the file.
+        text: content of the file.
         problems: A list to which the problems of skipped rows are appended.
-        part: Names of the part to read from a file with several parts.
-        parts: Names of all parts.
+        part: names of the part to read from a file with several parts.
+        parts: names of all parts.
     """
     lines = _lines(text)
     values: list[Any] | None = None
@@ -68,7 +68,7 @@ def _lines(text: str) -> list[tuple[int, str]]:
 
 
 def _values(text: str, lines: Sequence[tuple[int, str]]) -> list[Any] | None:
-    """Parse the values of a file; returns None for jsonl. Raises DocumentError if it is neither."""
+    """Parse the values of a file; return None for jsonl. Raises DocumentError if it is neither."""
     if not lines:
         return None
     try:
@@ -152,7 +152,7 @@ def _rows_of_columns(value: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _are_rows(value: object) -> bool:
-    """Whether a value is a non-empty list of rows or texts."""
+    """Return whether a value is a non-empty list of rows or texts."""
     return isinstance(value, list) and bool(value) and all(isinstance(each, dict | str) for each in value)
 
 

@@ -22,7 +22,7 @@ from prge.system.sandbox import BoundedChild, LimitError
 
 # Limit of the rows' size in Python's memory: a constant, and bytes for each byte of the file. Ordinary rows
 # take less than a tenth of it.
-LEAST_BYTES = 128 << 20
+MIN_BYTES = 128 << 20
 BYTES_PER_BYTE = 128
 # Memory that Python takes for a row and for each value, besides the bytes of texts and numbers.
 ROW_BYTES, VALUE_BYTES = 400, 100
@@ -37,7 +37,7 @@ _MAX_ROWS, _BATCH_BYTES = 256, 4 << 20
 os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
 _RESERVED_BYTES = 1 << 30
 _ERROR, _BATCH = b"e", b"b"
-_REMEDY = "write the file again, or as jsonl"
+_REMEDY = "Write the file again, or as jsonl."
 
 
 def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -47,7 +47,7 @@ def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
         DataError: pyarrow isn't installed, the file is not parquet, or its rows take far more memory than
             its size explains.
     """
-    what = f"{path} can't be read as data"
+    what = f"{path} can't be read as data:"
     try:
         import pyarrow.compute
         import pyarrow.parquet  # imported before the child, which can't open files
@@ -55,7 +55,7 @@ def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
         raise DataError(
             what,
             ["parquet needs the package pyarrow, which is not installed"],
-            remedy=f"{install_extra_command('data')}, or write the rows as jsonl",
+            remedy=f"{install_extra_command('data')}, or write the rows as jsonl.",
             code="package-missing",
         ) from None
     try:
@@ -101,19 +101,19 @@ def check_expansion(path: Path, file_bytes: int, row_bytes: int) -> None:
     """Raise DataError if rows take far more memory than the size of their file explains.
 
     Args:
-        path: The file.
-        file_bytes: Size of the file.
-        row_bytes: Memory of its rows, or of those read so far.
+        path: the file.
+        file_bytes: size of the file.
+        row_bytes: memory of its rows, or of those read so far.
     """
-    limit = LEAST_BYTES + BYTES_PER_BYTE * file_bytes
+    limit = MIN_BYTES + BYTES_PER_BYTE * file_bytes
     if row_bytes > limit:
         raise DataError(
-            f"{path} can't be read as data",
+            f"{path} can't be read as data:",
             [
                 f"its {file_bytes:,} bytes expand to rows of more than {row_bytes >> 20:,} MiB; the limit "
                 f"for a file of this size is {limit >> 20:,} MiB"
             ],
-            remedy="if this is intended, write the rows as jsonl or as several files",
+            remedy="If this is intended, write the rows as jsonl or as several files.",
             code="file-expands",
         )
 

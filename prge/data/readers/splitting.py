@@ -37,8 +37,8 @@ def split_rows(rows: Sequence[Row], columns: Collection[str] | None = None) -> S
     stays in training.
 
     Args:
-        rows: Rows of one file.
-        columns: Columns that are read; rows that differ only in others count as equal. Default: all.
+        rows: rows of one file.
+        columns: columns that are read; rows that differ only in others count as equal. Default: all.
     """
     groups: dict[bytes, list[int]] = {}
     for index, row in enumerate(rows):

@@ -29,7 +29,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from prge.data.tokenization.inputs import to_json_value
-from prge.errors import BundleError, DataError, shown
+from prge.errors import BundleError, DataError, format_value
 from prge.system.sandbox import BoundedChild, LimitError
 
 ASSISTANT = "assistant"
@@ -59,10 +59,10 @@ class Rendering:
     """A conversation rendered as text.
 
     Attributes:
-        text: Text of the messages up to the last one that is trained on.
-        turns: Indices of the messages that are trained on in this text.
-        spans: Ranges [start, end) of characters to train on, in order.
-        is_tagged: Whether the template's `generation` tags determine the spans.
+        text: text of the messages up to the last one that is trained on.
+        turns: indices of the messages that are trained on in this text.
+        spans: ranges [start, end) of characters to train on, in order.
+        is_tagged: whether the template's `generation` tags determine the spans.
         is_exact: False if a rendered turn doesn't begin with the whole generation prompt; their common
             beginning is not trained on then.
     """
@@ -116,20 +116,20 @@ class ChatTemplate:
 
     Args:
         source: Jinja source.
-        special_tokens: Special tokens that the template may name (`bos_token`, `eos_token`, ...).
-        date: Date that the template sees as today, at midnight, in ISO 8601; None for the current date.
+        special_tokens: special tokens that the template may name (`bos_token`, `eos_token`, ...).
+        date: date that the template sees as today, at midnight, in ISO 8601; None for the current date.
 
     Attributes:
-        variables: Names that the template reads besides the messages, such as `tools` and `enable_thinking`.
+        variables: names that the template reads besides the messages, such as `tools` and `enable_thinking`.
 
     Raises:
-        BundleError: The source is not a valid template.
+        BundleError: the source is not a valid template.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], date: str | None = None) -> None:
         if len(source) > MAX_SOURCE:
             problem = f"has {len(source)} characters, more than the limit of {MAX_SOURCE}"
-            raise _unusable(problem, "chat-template-too-large")
+            raise _unusable_error(problem, "chat-template-too-large")
         self._date = date
         self._child = BoundedChild(_Renderer(), SECONDS, MEMORY)
         answer = self._request(source=source, special_tokens=dict(special_tokens))
@@ -145,8 +145,8 @@ class ChatTemplate:
         """Render a conversation, with `add_generation_prompt` up to where the assistant's answer begins.
 
         Raises:
-            DataError: The template refuses the messages.
-            BundleError: The template exceeds the limits of time, memory or text.
+            DataError: the template refuses the messages.
+            BundleError: the template exceeds the limits of time, memory or text.
         """
         response = self._request(
             messages=list(messages),
@@ -170,13 +170,13 @@ class ChatTemplate:
         conversations are one text.
 
         Args:
-            messages: The conversation.
-            trained: Indices of messages to train on; None for all assistant messages that no flag excludes.
-            variables: Arguments of the template, such as `tools`.
+            messages: the conversation.
+            trained: indices of messages to train on; None for all assistant messages that no flag excludes.
+            variables: arguments of the template, such as `tools`.
 
         Raises:
-            DataError: The template refuses the messages, or the text of a turn can't be determined.
-            BundleError: The template exceeds the limits of time, memory or text.
+            DataError: the template refuses the messages, or the text of a turn can't be determined.
+            BundleError: the template exceeds the limits of time, memory or text.
         """
         chosen = trained_turns(messages) if trained is None else sorted(trained)
         response = self._request(
@@ -197,8 +197,8 @@ class ChatTemplate:
         """Return what the template ignores: keys of the assistant's messages, and roles.
 
         Raises:
-            DataError: The template refuses the messages.
-            BundleError: The template exceeds the limits of time, memory or text.
+            DataError: the template refuses the messages.
+            BundleError: the template exceeds the limits of time, memory or text.
         """
         roles = {message["role"] for message in messages} - {ASSISTANT, "user"}
         if not roles and not any(message.get(name) for message in messages for name in _ANSWER_KEYS):
@@ -216,9 +216,9 @@ class ChatTemplate:
         try:
             response: dict[str, Any] = json.loads(self._child.call(json.dumps(request).encode()))
         except LimitError as error:
-            raise _unusable(str(error), "chat-template-unbounded") from None
+            raise _unusable_error(str(error), "chat-template-unbounded") from None
         if "refused" in response:
-            raise _unusable(response["refused"], response["code"])
+            raise _unusable_error(response["refused"], response["code"])
         if "problems" in response:
             raise DataError(
                 response["what"], response["problems"], remedy=response["remedy"], code=response["code"]
@@ -227,12 +227,12 @@ class ChatTemplate:
             for each in (response, *response.get("renderings", ())):
                 each.get("text", "").encode()
         except UnicodeEncodeError:
-            raise _unusable("writes half of a character", "half-character") from None
+            raise _unusable_error("writes half of a character", "half-character") from None
         return response
 
 
-def _unusable(why: str, code: str) -> BundleError:
-    what, remedy = f"the bundle's chat template {why}", "copy or export the bundle again"
+def _unusable_error(why: str, code: str) -> BundleError:
+    what, remedy = f"The bundle's chat template {why}.", "Copy or export the bundle again."
     return BundleError(what, remedy=remedy, code=code)
 
 
@@ -347,7 +347,7 @@ class _Renderer:
         # A template is a program: any exception in it concerns these messages.
         except Exception as error:
             raise DataError(
-                "the chat template refuses the messages",
+                "The chat template refuses the messages:",
                 [str(error) or type(error).__name__],
                 code="messages-refused",
             ) from None
@@ -418,9 +418,9 @@ class _Renderer:
         """Return the text up to a turn, its start, and whether the whole generation prompt precedes it.
 
         Args:
-            messages: The conversation.
-            index: Index of the turn's message.
-            through: Rendered text of the messages up to the turn.
+            messages: the conversation.
+            index: index of the turn's message.
+            through: rendered text of the messages up to the turn.
         """
         before = None  # templates expect at least one message
         if index:
@@ -448,9 +448,9 @@ class _Renderer:
         if start >= 0:
             return through, start, size == len(header)
         raise DataError(
-            "the chat template can't be used for this conversation",
+            "The chat template can't be used for this conversation:",
             [f"the beginning of message {index + 1} can't be found in the rendered text"],
-            remedy="begin the conversation with a question, or give this message the weight 0",
+            remedy="Begin the conversation with a question, or give this message the weight 0.",
             code="turns-not-separable",
         )
 
@@ -498,9 +498,9 @@ class _Renderer:
             ends = [0, *(len(self._render_with_spans(messages[: index + 1])[1]) for index in written)]
             if ends[-1] != len(spans) or ends != sorted({*ends}):
                 raise DataError(
-                    "the chat template can't be used for this conversation",
+                    "The chat template can't be used for this conversation:",
                     ["its generation tags can't be assigned to messages, of which only some are trained on"],
-                    remedy="make one row of the messages up to each assistant turn to train on",
+                    remedy="Make one row of the messages up to each assistant turn to train on.",
                     code="turns-not-separable",
                 )
             chosen = [number for number, index in enumerate(written) if index in set(trained)]
@@ -540,8 +540,8 @@ def check_messages(messages: object, *, answered: bool = True) -> list[Message]:
     """Check the messages of a row and return them without nulls; raises ValueError with the problem.
 
     Args:
-        messages: The value of the row's column.
-        answered: Require an answer to train on; false to require a question as the last message.
+        messages: the value of the row's column.
+        answered: require an answer to train on; false to require a question as the last message.
     """
     if not isinstance(messages, list) or not messages:
         raise ValueError("messages must be a list of at least one message")
@@ -568,11 +568,13 @@ def _check_message(index: int, message: object) -> Message:
                 or not isinstance(part.get("text"), str)
             ):
                 part_type = part.get("type") if isinstance(part, dict) else part
-                raise ValueError(f"{where} has a part of the type {shown(part_type)}: only text is supported")
+                raise ValueError(
+                    f"{where} has a part of the type {format_value(part_type)}: only text is supported"
+                )
     elif not isinstance(content, str) and (content is not None or checked.keys() <= {"role", *_FLAGS}):
         raise ValueError(f"{where} has no text as content")
     for name in _FLAGS:
         if not isinstance(checked.get(name, 1), bool | int | float):
             allowed = "0 or 1" if name == "weight" else "true or false"
-            raise ValueError(f"{where} has the {name} {shown(checked[name])}, must be {allowed}")
+            raise ValueError(f"{where} has the {name} {format_value(checked[name])}, must be {allowed}")
     return checked

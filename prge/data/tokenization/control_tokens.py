@@ -28,17 +28,17 @@ _DIGITS = 6
 
 
 def in_prompts(control_tokens: ControlTokens) -> bool:
-    """Whether control tokens that are written in a prompt are read as such."""
+    """Return whether control tokens that are written in a prompt are read as such."""
     return control_tokens != "text"
 
 
 def in_texts(control_tokens: ControlTokens) -> bool:
-    """Whether control tokens that are written in a text or a completion are read as such."""
+    """Return whether control tokens that are written in a text or a completion are read as such."""
     return control_tokens in ("special", "all")
 
 
 def in_messages(control_tokens: ControlTokens) -> bool:
-    """Whether control tokens that are written in messages are read as such."""
+    """Return whether control tokens that are written in messages are read as such."""
     return control_tokens == "all"
 
 
@@ -94,9 +94,9 @@ class RenderedText:
     """A text rendered by a chat template, and which control tokens in it are read as such.
 
     Args:
-        text: The text.
-        control: Control tokens that are read as such, as for `Tokenizer.ids`.
-        placeholders: Starts of the placeholders in the originally rendered text.
+        text: the text.
+        control: control tokens that are read as such, as for `Tokenizer.ids`.
+        placeholders: starts of the placeholders in the originally rendered text.
         longer: `longer[n]` is the difference in length between the first n placeholders and their tokens.
     """
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any, TextIO
 
 from prge.cli.field_types import to_python_value
-from prge.errors import DataError, shown
+from prge.errors import DataError, format_value
 from prge.formats.documents import DocumentError, parse_json
 
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
@@ -25,19 +25,19 @@ def decode_utf8(content: bytes, source: str) -> str:
     """Decode UTF-8.
 
     Args:
-        content: The bytes.
-        source: Name of the bytes in errors.
+        content: the bytes.
+        source: name of the bytes in errors.
 
     Raises:
-        DataError: The bytes are not UTF-8.
+        DataError: the bytes are not UTF-8.
     """
     try:
         return content.decode()
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{source} is not UTF-8",
+            f"{source} is not UTF-8:",
             [f"byte {error.start} is 0x{content[error.start]:02x}"],
-            remedy="give it in UTF-8",
+            remedy="Give it in UTF-8.",
             code="not-utf8",
         ) from None
 
@@ -50,7 +50,7 @@ def read_input_text(stream: TextIO) -> str:
 
 
 def is_valid_unicode(text: str) -> bool:
-    """Whether a text can be encoded as UTF-8: it has no unpaired surrogate."""
+    """Return whether a text can be encoded as UTF-8: it has no unpaired surrogate."""
     return text.isascii() or _SURROGATE.search(text) is None
 
 
@@ -58,12 +58,12 @@ def check_text(text: str) -> None:
     """Raise DataError if a text has an unpaired surrogate, which invalid UTF-8 may have become."""
     if not text.isascii() and (half := _SURROGATE.search(text)) is not None:
         raise DataError(
-            "the text can't be tokenized",
+            "The text can't be tokenized:",
             [
                 f"character {half.start() + 1} is U+{ord(half[0]):04X}, half of a surrogate pair: the text "
                 "was not UTF-8"
             ],
-            remedy="give it in UTF-8",
+            remedy="Give it in UTF-8.",
             code="half-character",
         )
 
@@ -72,24 +72,24 @@ def to_json_value(value: object, name: str) -> Any:
     """Convert a value to JSON's types: tuples become lists, and numpy's numbers become Python's.
 
     Args:
-        value: The value.
-        name: Name of the value in errors.
+        value: the value.
+        name: name of the value in errors.
 
     Raises:
-        DataError: The value can't be represented in JSON, has an unpaired surrogate, or is nested too deeply.
+        DataError: the value can't be represented in JSON, has an unpaired surrogate, or is nested too deeply.
     """
     try:
         return parse_json(json.dumps(value, default=_default, ensure_ascii=False).encode())
     except UnicodeEncodeError:
         problem = "it has half of a surrogate pair: the text was not UTF-8"
         raise DataError(
-            f"{name} can't be used", [problem], remedy="give it in UTF-8", code="half-character"
+            f"{name} can't be used:", [problem], remedy="Give it in UTF-8.", code="half-character"
         ) from None
     except (DocumentError, TypeError, ValueError, RecursionError) as error:
         raise DataError(
-            f"{name} can't be used",
+            f"{name} can't be used:",
             [str(error)],
-            remedy="give texts, numbers, lists and mappings",
+            remedy="Give texts, numbers, lists and mappings.",
             code="not-json",
         ) from None
 
@@ -97,7 +97,7 @@ def to_json_value(value: object, name: str) -> Any:
 def _default(value: object) -> Any:
     plain = to_python_value(value)
     if plain is value:
-        raise TypeError(f"it has {shown(value)}, which JSON has no type for")
+        raise TypeError(f"it has {format_value(value)}, which JSON has no type for")
     return plain
 
 
@@ -105,11 +105,11 @@ def check_token_ids(ids: Sequence[object], vocabulary_size: int) -> tuple[int, .
     """Check token ids and return them as Python's integers.
 
     Args:
-        ids: Integers of Python or numpy.
-        vocabulary_size: Number of tokens of the model.
+        ids: integers of Python or numpy.
+        vocabulary_size: number of tokens of the model.
 
     Raises:
-        DataError: An id is not an integer, or not in the vocabulary.
+        DataError: an id is not an integer, or not in the vocabulary.
     """
     numbers = []
     for index, each in enumerate(ids, 1):
@@ -121,9 +121,9 @@ def check_token_ids(ids: Sequence[object], vocabulary_size: int) -> tuple[int, .
             number = -1
         if not 0 <= number < vocabulary_size:
             raise DataError(
-                "the prompt can't be used",
+                "The prompt can't be used:",
                 [
-                    f"token {index} is {shown(each)}, must be a whole number from 0 to "
+                    f"token {index} is {format_value(each)}, must be a whole number from 0 to "
                     f"{vocabulary_size - 1}: no other tokens are this bundle's"
                 ],
                 code="token-unknown",

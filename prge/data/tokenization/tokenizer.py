@@ -38,7 +38,7 @@ from tokenizers.models import Unigram
 
 from prge.data.tokenization.inputs import check_text
 from prge.data.tokenization.tokenizer_check import read_tokenizer
-from prge.errors import BundleError, ConfigError, DataError, PrgeError, shown
+from prge.errors import BundleError, ConfigError, DataError, PrgeError, format_value
 from prge.formats.bundle import Bundle
 from prge.formats.documents import read_document
 
@@ -47,9 +47,9 @@ if TYPE_CHECKING:
 
 TOKENIZER_FILE = "tokenizer.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
-REMEDY = "copy or export the bundle again"
-MOST_TEMPLATE_BYTES = 4_000_000
-MOST_TOKENIZER_BYTES = 256 << 20
+REMEDY = "Copy or export the bundle again."
+MAX_TEMPLATE_BYTES = 4_000_000
+MAX_TOKENIZER_BYTES = 256 << 20
 
 WINDOW = 1 << 14
 OVERLAP = 1 << 11
@@ -94,12 +94,12 @@ class Tokenizer:
     """A `tokenizers` tokenizer with the special tokens of the manifest.
 
     Attributes:
-        begin: Ids before a whole text.
-        end: Ids after a whole text.
-        pad_id: Padding token, else the end-of-sequence token, else 0; padding is never read.
-        stop_ids: Tokens that end an answer, including the end-of-sequence token.
-        special_ids: Tokens that are not displayed.
-        unknown_id: Token of characters that are not in the vocabulary; None if every text can be encoded.
+        begin: ids before a whole text.
+        end: ids after a whole text.
+        pad_id: padding token, else the end-of-sequence token, else 0; padding is never read.
+        stop_ids: tokens that end an answer, including the end-of-sequence token.
+        special_ids: tokens that are not displayed.
+        unknown_id: token of characters that are not in the vocabulary; None if every text can be encoded.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Tokenizer:
         self.chat_template = chat_template
         self.begin, self.end = self._surroundings()
         if max((*self.begin, *self.end), default=0) > LARGEST_ID:
-            raise _too_large()
+            raise _too_large_error()
         if prepend_bos and bos_id is not None and self.begin[:1] != (bos_id,):
             self.begin = (bos_id, *self.begin)
         self.special_tokens = {
@@ -170,10 +170,10 @@ class Tokenizer:
 
         Args:
             text: A text of any length.
-            control: Which control tokens that are written in the text, such as `</s>`, are read as such
+            control: which control tokens that are written in the text, such as `</s>`, are read as such
                 instead of as characters.
-            before: Ids to prepend, unless the ids of the text already begin with them.
-            max_tokens: Stop soon after this number of tokens; the result may have a few more.
+            before: ids to prepend, unless the ids of the text already begin with them.
+            max_tokens: stop soon after this number of tokens; the result may have a few more.
         """
         count = len(before)
         # A text rarely has more tokens than characters. Unwritten pages of the array take no memory.
@@ -196,7 +196,7 @@ class Tokenizer:
         `control` is as for `ids`.
 
         Raises:
-            DataError: The text can't be divided within `LONGEST_WINDOW` characters.
+            DataError: the text can't be divided within `LONGEST_WINDOW` characters.
         """
         for _, tokens in self._parts(text, control):
             yield tokens
@@ -243,7 +243,7 @@ class Tokenizer:
         return self.ids(text, control=control)
 
     def _is_doubled(self, ids: Ids, begin: Sequence[int]) -> bool:
-        """Whether ids begin with these control tokens twice, because the text itself began with them."""
+        """Return whether ids begin with these control tokens twice, because the text already had them."""
         count = len(begin)
         return (
             bool(count) and self.special_ids.issuperset(begin) and ids[count : 2 * count].tolist() == [*begin]
@@ -287,7 +287,7 @@ class Tokenizer:
                 end = min(start + 2 * (end - start), len(text))
                 tokens = _starting_with(self._window(text, start, end, control), first)
             else:
-                raise _not_divisible(text[start : start + 20], end - start)
+                raise _not_divisible_error(text[start : start + 20], end - start)
         yield start, tokens
 
     def _window(self, text: str, start: int, end: int, control: Control) -> Tokens:
@@ -333,7 +333,7 @@ class Tokenizer:
 
     def decode(self, tokens: Sequence[int], *, special: bool = True) -> str:
         """Return the text of token ids; with `special` false, special tokens are left out."""
-        with _library_errors(_undecodable):
+        with _library_errors(_decoding_error):
             return self._backend.decode(list(tokens), skip_special_tokens=not special)
 
     def token_texts(self, tokens: Sequence[int]) -> list[str]:
@@ -397,20 +397,20 @@ class _Aliases:
         for known in self._ids.keys() & set(ids.tolist()):
             ids[ids == known] = self._ids[known]
         width = len(self._mark)
-        places = np.array(marks) + width * np.arange(len(marks))
-        tokens[:, 1:] -= width * np.searchsorted(places, tokens[:, 1:])
+        starts = np.array(marks) + width * np.arange(len(marks))
+        tokens[:, 1:] -= width * np.searchsorted(starts, tokens[:, 1:])
         return tokens
 
 
 def _encode(backend: Backend, text: str) -> Tokens:
     """Encode a text with the library, without special tokens around it."""
-    with _library_errors(_unencodable):
+    with _library_errors(_encoding_error):
         encoding = backend.encode(text, add_special_tokens=False)
     tokens = np.empty((len(encoding), 3), np.int32)
     try:
         tokens[:, 0] = encoding.ids
     except OverflowError:
-        raise _too_large() from None
+        raise _too_large_error() from None
     tokens[:, 1:] = np.array(encoding.offsets, np.int32).reshape(-1, 2)
     return tokens
 
@@ -435,7 +435,7 @@ def _starting_with(tokens: Tokens, first: Tokens | None) -> Tokens:
         return tokens
     at = np.flatnonzero((tokens == first).all(1))
     if not len(at):
-        raise _not_divisible("the same text in two ways", len(tokens))
+        raise _not_divisible_error("the same text in two ways", len(tokens))
     return tokens[int(at[0]) :]
 
 
@@ -449,15 +449,17 @@ def _unknown_id(backend: Backend) -> int | None:
     return None
 
 
-def _too_large() -> BundleError:
-    return BundleError(f"the tokenizer has a token above {LARGEST_ID}", remedy=REMEDY, code="token-too-large")
+def _too_large_error() -> BundleError:
+    return BundleError(
+        f"The tokenizer has a token above {LARGEST_ID}.", remedy=REMEDY, code="token-too-large"
+    )
 
 
-def _not_divisible(text: str, characters: int) -> DataError:
+def _not_divisible_error(text: str, characters: int) -> DataError:
     return DataError(
-        "the text can't be tokenized",
-        [f"it can't be divided within {characters} characters from {shown(text)}"],
-        remedy="break up repetitions in it",
+        "The text can't be tokenized:",
+        [f"it can't be divided within {characters} characters from {format_value(text)}"],
+        remedy="Break up repetitions in it.",
         code="text-not-divisible",
     )
 
@@ -473,17 +475,17 @@ def _library_errors(make_error: Callable[[str], PrgeError]) -> Iterator[None]:
         raise make_error(str(error)) from None
 
 
-def _undecodable(problem: str) -> BundleError:
+def _decoding_error(problem: str) -> BundleError:
     return BundleError(
-        f"the tokenizer can't decode its tokens: {problem}", remedy=REMEDY, code="tokens-not-decodable"
+        f"The tokenizer can't decode its tokens: {problem}", remedy=REMEDY, code="tokens-not-decodable"
     )
 
 
-def _unencodable(problem: str) -> DataError:
+def _encoding_error(problem: str) -> DataError:
     return DataError(
-        "the text can't be tokenized",
+        "The text can't be tokenized:",
         [problem],
-        remedy="remove unusual characters from it",
+        remedy="Remove unusual characters from it.",
         code="text-not-encodable",
     )
 
@@ -493,29 +495,29 @@ def read_backend(path: Path) -> Backend:
     with _library_errors(
         lambda problem: BundleError(f"{path} is damaged: {problem}", remedy=REMEDY, code="tokenizer-damaged")
     ):
-        return read_tokenizer(read_document(path, MOST_TOKENIZER_BYTES), path)
+        return read_tokenizer(read_document(path, MAX_TOKENIZER_BYTES), path)
 
 
 def load_tokenizer(folder: Path | str, block: Mapping[str, Any]) -> Tokenizer:
     """Load `tokenizer.json` and, if it exists, `chat_template.jinja`.
 
     Args:
-        folder: The bundle's tokenizer folder.
-        block: The `tokenizer` entry of the manifest.
+        folder: the bundle's tokenizer folder.
+        block: the `tokenizer` entry of the manifest.
 
     Raises:
         BundleError: A file is missing or damaged, or the entry doesn't fit the tokenizer.
     """
     path = Path(folder) / TOKENIZER_FILE
     if not path.is_file():
-        raise BundleError(f"the bundle has no {path}", remedy=REMEDY, code="bundle-file-missing")
+        raise BundleError(f"The bundle has no {path}.", remedy=REMEDY, code="bundle-file-missing")
     backend = read_backend(path)
     ids: dict[str, int | None] = {}
     for name in ("bos", "eos", "pad"):
         identifier = block.get(f"{name}_token_id")
         if identifier is not None and not _is_token(backend, identifier):
             raise BundleError(
-                f"the manifest's {name}_token_id is {identifier!r}, which {path} doesn't have",
+                f"The manifest's {name}_token_id is {identifier!r}, which {path} doesn't have.",
                 remedy=REMEDY,
                 code="token-unknown",
             )
@@ -529,14 +531,14 @@ def load_tokenizer(folder: Path | str, block: Mapping[str, Any]) -> Tokenizer:
         ) from None
     if template is None and block.get("chat_template"):
         raise BundleError(
-            f"the bundle has no {template_path}, which its manifest requires",
+            f"The bundle has no {template_path}, which its manifest requires.",
             remedy=REMEDY,
             code="bundle-file-missing",
         )
     stop_ids = block.get("stop_token_ids", [])
     if not isinstance(stop_ids, list) or not all(_is_token(backend, each) for each in stop_ids):
         raise BundleError(
-            f"the manifest's stop_token_ids are {shown(stop_ids)}, not tokens of {path}",
+            f"The manifest's stop_token_ids are {format_value(stop_ids)}, not tokens of {path}.",
             remedy=REMEDY,
             code="token-unknown",
         )
@@ -557,7 +559,7 @@ def load_tokenizer(folder: Path | str, block: Mapping[str, Any]) -> Tokenizer:
 def read_chat_template(path: Path) -> str:
     """Read the source of a chat template that a user names; raises ConfigError."""
     try:
-        return read_document(path, MOST_TEMPLATE_BYTES).decode()
+        return read_document(path, MAX_TEMPLATE_BYTES).decode()
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{path} can't be read as a chat template:", [str(error)], code="chat-template-unreadable"
@@ -565,14 +567,14 @@ def read_chat_template(path: Path) -> str:
 
 
 def compile_chat_template(tokenizer: Tokenizer, date: str | None = None) -> ChatTemplate | None:
-    """Compile the chat template of a tokenizer; returns None if it has none.
+    """Compile the chat template of a tokenizer; return None if it has none.
 
     Args:
-        tokenizer: The model's tokenizer.
-        date: Date that the template sees as today, in ISO 8601; None for the current date.
+        tokenizer: the model's tokenizer.
+        date: date that the template sees as today, in ISO 8601; None for the current date.
 
     Raises:
-        BundleError: The template is damaged.
+        BundleError: the template is damaged.
         DataError: jinja2 isn't installed.
     """
     if tokenizer.chat_template is None:
@@ -581,7 +583,7 @@ def compile_chat_template(tokenizer: Tokenizer, date: str | None = None) -> Chat
         from prge.data.tokenization.chat import ChatTemplate
     except ImportError:
         raise DataError(
-            "a chat template needs the package jinja2",
+            "A chat template needs the package jinja2.",
             [],
             remedy="pip install jinja2",
             code="package-missing",

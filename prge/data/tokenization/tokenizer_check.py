@@ -23,7 +23,7 @@ SECONDS = 10.0
 MEMORY = 256 << 20
 # Length of each part of the tokenizer that is encoded as a trial, since it contains what its rules match.
 _LONGEST_PART = 2000
-_MOST_TOKENS = 4000
+_MAX_TOKENS = 4000
 # Content that may abort the process while a file is read: a normalization table, or an escape that may hide
 # one; and so many added tokens that the library needs gigabytes for them.
 _TABLE = re.compile(rb"Precompiled|\\u00[4-7]")
@@ -42,12 +42,12 @@ def read_tokenizer(content: bytes, path: Path) -> Backend:
     """Read the tokenizer of a `tokenizer.json`; each content is tried only once in a process.
 
     Args:
-        content: Content of the file.
-        path: Path of the file, for errors.
+        content: content of the file.
+        path: path of the file, for errors.
 
     Raises:
-        BundleError: The trial exceeded its limits.
-        Exception: Any exception of the library for a file that it can't read; after a panic, a BaseException.
+        BundleError: the trial exceeded its limits.
+        Exception: any exception of the library for a file that it can't read; after a panic, a BaseException.
     """
     digest = hashlib.sha256(content).digest()
     if digest not in _passed and (_TABLE.search(content) or content.count(_ADDED) > _MANY_ADDED):
@@ -79,7 +79,7 @@ def _try(work: Callable[[bytes], object], request: bytes, path: Path) -> None:
         problem = f"trying it {error}"
     if problem:
         raise BundleError(
-            f"{path} is damaged: {problem}", remedy="copy or download it again", code="tokenizer-damaged"
+            f"{path} is damaged: {problem}", remedy="Copy or download it again.", code="tokenizer-damaged"
         )
 
 
@@ -101,4 +101,4 @@ def _use(backend: Backend) -> None:
             backend.decode(backend.encode(text).ids, skip_special_tokens=False)
     size = backend.get_vocab_size()
     with suppress(Exception):
-        backend.decode(list(range(0, size, 1 + size // _MOST_TOKENS)))
+        backend.decode(list(range(0, size, 1 + size // _MAX_TOKENS)))

@@ -34,11 +34,11 @@ class FiniteDifference(Protocol):
     """A finite-difference formula: perturbations of the adapter, and what their losses give."""
 
     def perturbations(self) -> Sequence[Perturbation]:
-        """Returns the perturbation of each copy that a step needs, in order."""
+        """Return the perturbation of each copy that a step needs, in order."""
         ...
 
     def projected_gradients(self, losses: Float64Array) -> Float64Array:
-        """Returns the projected gradient of each query, f64 [queries].
+        """Return the projected gradient of each query, f64 [queries].
 
         Args:
             losses: losses of the perturbed copies, f64 [copies].
@@ -57,11 +57,11 @@ class Antithetic:
     epsilon: float
 
     def perturbations(self) -> Sequence[Perturbation]:
-        """Returns all positive perturbations, then all negative ones."""
+        """Return all positive perturbations, then all negative ones."""
         return [Perturbation(query, sign * self.epsilon) for sign in (1, -1) for query in range(self.queries)]
 
     def projected_gradients(self, losses: Float64Array) -> Float64Array:
-        """Returns central differences, f64 [queries]."""
+        """Return central differences, f64 [queries]."""
         positive, negative = losses[: self.queries], losses[self.queries :]
         projected_gradients: Float64Array = (positive - negative) / (2 * self.epsilon)
         return projected_gradients
@@ -82,11 +82,11 @@ class OneSided:
     normalize: bool = True
 
     def perturbations(self) -> Sequence[Perturbation]:
-        """Returns the empty perturbation, then one perturbation per query."""
+        """Return the empty perturbation, then one perturbation per query."""
         return [Perturbation(0, 0.0), *(Perturbation(query, self.epsilon) for query in range(self.queries))]
 
     def projected_gradients(self, losses: Float64Array) -> Float64Array:
-        """Returns the differences from the unperturbed loss, f64 [queries]."""
+        """Return the differences from the unperturbed loss, f64 [queries]."""
         perturbed = losses[1:]
         difference: Float64Array = perturbed - losses[0]
         unit = float(perturbed.std()) if self.normalize else self.epsilon
@@ -127,7 +127,7 @@ class Differences:
     def gradient(
         self, record: Mapping[str, Any], seed: int, step: int, modules: Sequence[AdaptedModule]
     ) -> FloatArray:
-        """Returns mean_i projected_gradient_i * z_i, f32 [size].
+        """Return mean_i projected_gradient_i * z_i, f32 [size].
 
         The terms are added in the order of the queries, so that a replay has the same bits.
         """
@@ -144,7 +144,7 @@ class Differences:
 def perturb_adapter(
     adapter: Adapter, perturbation: Perturbation, directions: Callable[[int], FloatArray]
 ) -> FloatArray:
-    """Returns the adapter's values plus a perturbation, f32 [size].
+    """Return the adapter's values plus a perturbation, f32 [size].
 
     Args:
         adapter: the adapter; it isn't changed.

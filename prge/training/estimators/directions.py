@@ -26,7 +26,7 @@ GRID_BITS = 30
 
 
 def philox(seed: int, step: int, stream: int, count: int) -> NDArray[np.uint64]:
-    """Returns `count` random 64-bit integers of one stream, u64 [count].
+    """Return `count` random 64-bit integers of one stream, u64 [count].
 
     numpy guarantees that the raw output of a bit generator is the same in all of its versions.
     """
@@ -36,7 +36,7 @@ def philox(seed: int, step: int, stream: int, count: int) -> NDArray[np.uint64]:
 
 
 def rademacher(seed: int, step: int, query: int, size: int) -> FloatArray:
-    """Returns independent random signs, f32 [size] of -1 and 1, the same on every machine."""
+    """Return independent random signs, f32 [size] of -1 and 1, the same on every machine."""
     integers = philox(seed, step, query, -(-size // 64)).astype("<u8")
     bits = np.unpackbits(integers.view(np.uint8), count=size, bitorder="little")
     signs = bits.astype(np.float32)
@@ -54,7 +54,7 @@ class DirectionSampler:
     size: int
 
     def __call__(self, query: int) -> FloatArray:
-        """Returns the direction of one query as a new array, f32 [size]."""
+        """Return the direction of one query as a new array, f32 [size]."""
         return rademacher(self.seed, self.step, query, self.size)
 
 
@@ -66,7 +66,7 @@ class RankOneDirections:
     on the examples after it.
 
     Attributes:
-        seed: of the run.
+        seed: the seed of the run.
         step: number of the step.
         queries: number of directions.
         examples: number of examples of the step.
@@ -82,16 +82,16 @@ class RankOneDirections:
     shared: bool = False
 
     def __call__(self, query: int, example: int = 0) -> FloatArray:
-        """Returns the direction of one query and example, f32 [size of the adapter]."""
+        """Return the direction of one query and example, f32 [size of the adapter]."""
         products = [np.outer(u[query, example], v[query, example]) for matrix, u, v in self.factors()]
         return np.concatenate([product.ravel() for product in products]).astype(np.float32)
 
     def factors(self) -> Iterator[tuple[Matrix, SignArray, SignArray]]:
-        """Yields each trained matrix with u [queries, examples, rank] and v [queries, examples, width]."""
+        """Yield each trained matrix with u [queries, examples, rank] and v [queries, examples, width]."""
         return self._split_signs(self._signs)
 
     def for_sequences(self, owner: IntArray) -> dict[str, FloatArray]:
-        """Returns the factors u and v for the sequences of a call, by the names of `prge.engine.Directions`.
+        """Return the factors u and v for the sequences of a call, by the names of `prge.engine.Directions`.
 
         Args:
             owner: index of the example that each sequence belongs to, i64 [sequences].
@@ -106,10 +106,10 @@ class RankOneDirections:
         return factors
 
     def gradient(self, projected_gradients: Float64Array) -> FloatArray:
-        """Returns the mean of projected_gradient * u v^T over queries and examples, f32 [adapter size].
+        """Return the mean of projected_gradient * u v^T over queries and examples, f32 [adapter size].
 
         The result has the same bits on every machine: multiples of one power of two have exact sums in any
-            order.
+        order.
 
         Args:
             projected_gradients: f64 [queries, examples]; this method applies `truncate_to_grid` to them.
@@ -125,7 +125,7 @@ class RankOneDirections:
         return np.concatenate(means)
 
     def _split_signs(self, signs: SignArray) -> Iterator[tuple[Matrix, SignArray, SignArray]]:
-        """Yields every matrix with its slices u and v of the last axis of `signs`."""
+        """Yield every matrix with its slices u and v of the last axis of `signs`."""
         u_start = 0
         for matrix in matrices(self.modules):
             v_start = u_start + matrix.rank
@@ -144,11 +144,10 @@ class RankOneDirections:
 
 
 def truncate_to_grid(values: Float64Array, axis: int | None = None) -> Float64Array:
-    """Returns values truncated to multiples of a power of two, of which none is larger than 2^30 multiples.
+    """Return values truncated to multiples of a power of two, of which none is larger than 2^30 multiples.
 
     Sums of up to 2^23 such values are exact in float64, whatever their signs and order. Values are rounded
-    towards
-    zero, which keeps the exponent of the largest one: truncating twice changes nothing.
+    towards zero, which keeps the exponent of the largest one: truncating twice changes nothing.
 
     Args:
         values: f64 of any shape; values that are not finite stay as they are.

@@ -63,7 +63,7 @@ class Exact:
         )
 
     def _microbatches(self, step: Step) -> Iterator[Sequence[Example]]:
-        """Yields the examples of each microbatch.
+        """Yield the examples of each microbatch.
 
         Each example is alone if its gradient is clipped; all are together if the loss compares them.
         """
@@ -78,22 +78,22 @@ class Exact:
     def gradient(
         self, record: Mapping[str, Any], seed: int, step: int, modules: Sequence[AdaptedModule]
     ) -> FloatArray:
-        """Returns the gradient that a record holds, f32 [size].
+        """Return the gradient that a record holds, f32 [size].
 
         Raises:
             RunError: the record's gradient was dropped from the journal.
         """
         if GRADIENT not in record:
             raise RunError(
-                f"the journal has no gradient of step {step}: it keeps those since the newest checkpoint",
-                remedy="a run with --keep-gradients can be replayed",
+                f"The journal has no gradient of step {step}: it keeps those since the newest checkpoint.",
+                remedy="A run with --keep-gradients can be replayed.",
                 code="gradient-missing",
             )
         return decode_array(record[GRADIENT])
 
 
 def clip_by_norm(gradient: Float64Array, limit: float) -> Float64Array:
-    """Returns the gradient, scaled down so that its norm is at most `limit`; 0: no clipping."""
+    """Return the gradient, scaled down so that its norm is at most `limit`; 0: no clipping."""
     return gradient * (limit / max(float(np.linalg.norm(gradient)), limit)) if limit else gradient
 
 
@@ -104,7 +104,7 @@ def check_single_sequences(examples: Sequence[Example]) -> None:
         raise ConfigError(
             "--max-example-grad-norm takes examples of one sequence each:",
             [f"row {widest.row} has {len(widest.sequences)} sequences, one for each of its candidates"],
-            remedy="leave --max-example-grad-norm out, or bound the norm of a step's gradient with "
-            "--max-grad-norm",
+            remedy="Leave --max-example-grad-norm out, or bound the norm of a step's gradient with "
+            "--max-grad-norm.",
             code="clipping-several-sequences",
         )

@@ -38,7 +38,7 @@ class Step:
     Attributes:
         adapter: the adapter whose gradient the step estimates.
         examples: the examples of the step.
-        seed: of the run; together with `number` it determines the step's directions.
+        seed: the seed of the run; together with `number` it determines the step's directions.
         number: number of the step, counted from 0.
         classifier: computes class scores from an encoder's pooled states; None for a decoder.
         trained_head: the encoder's head if it is trained, too; its gradient is exact.
@@ -54,12 +54,12 @@ class Step:
     objective: Objective = CROSS_ENTROPY
 
     def loss(self, outputs: Array, examples: Sequence[Example] | None = None) -> Loss:
-        """Returns the loss of the step's examples, or of `examples`, for outputs [copies, ...]."""
+        """Return the loss of the step's examples, or of `examples`, for outputs [copies, ...]."""
         examples = self.examples if examples is None else examples
         return Loss(examples, outputs, self.objective, self.classifier)
 
     def head_gradient(self, losses: Sequence[Loss]) -> FloatArray | None:
-        """Returns the gradient of the mean loss with respect to the trained head, f32 [size].
+        """Return the gradient of the mean loss with respect to the trained head, f32 [size].
 
         Returns None if no head is trained.
         """
@@ -121,11 +121,11 @@ class Estimator(Protocol):
     def gradient(
         self, record: Mapping[str, Any], seed: int, step: int, modules: Sequence[AdaptedModule]
     ) -> FloatArray:
-        """Returns the gradient with respect to the adapter's values, f32 [size].
+        """Return the gradient with respect to the adapter's values, f32 [size].
 
         Args:
             record: a step's record, with the fields of `Measurement.journal_fields`; new or from a journal.
-            seed: of the run.
+            seed: the seed of the run.
             step: number of the step.
             modules: the adapted layers.
         """
@@ -157,13 +157,12 @@ class EstimatorSequence:
 
 
 def clip_by_rms(projected_gradients: Float64Array, limit: float) -> Float64Array:
-    """Returns projected gradients, scaled so that their RMS over queries is at most `limit`.
+    """Return projected gradients, scaled so that their RMS over queries is at most `limit`.
 
     For directions of random signs, the root mean square estimates the norm of the gradient. So this is
-    clipping by
-    norm: of the step's gradient for an array [queries], of each example's gradient for [queries, examples].
-        Norms
-    of single examples have heavy tails: without clipping, a few examples would dominate a step.
+    clipping by norm: of the step's gradient for an array [queries], of each example's gradient for [queries,
+    examples]. Norms of single examples have heavy tails: without clipping, a few examples would dominate a
+    step.
 
     Args:
         projected_gradients: f64 [queries] or [queries, examples].

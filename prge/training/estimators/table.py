@@ -72,15 +72,15 @@ class EstimatorEntry:
         return "queries" in self.settings
 
     def copies(self, queries: int | None = None) -> int:
-        """Returns the number of copies of the adapter in a call."""
+        """Return the number of copies of the adapter in a call."""
         return self.variants(queries or DEFAULT_QUERIES) if self.role == FORWARD else 1
 
     def directions(self, queries: int | None = None) -> int:
-        """Returns the number of directions along which a call computes derivatives."""
+        """Return the number of directions along which a call computes derivatives."""
         return queries or DEFAULT_QUERIES if self.role == JVP else 0
 
     def passes(self, queries: int | None = None) -> int:
-        """Returns the cost of a step per sequence, in forward passes."""
+        """Return the cost of a step per sequence, in forward passes."""
         queries = queries or DEFAULT_QUERIES
         if self.role == BACKWARD:
             return BACKPROPAGATION_PASSES
@@ -147,12 +147,12 @@ ESTIMATORS: dict[EstimatorName, EstimatorEntry] = {
 
 
 def available_estimators(roles: Collection[str]) -> list[EstimatorName]:
-    """Returns the estimators that a bundle with these roles supports, best first."""
+    """Return the estimators that a bundle with these roles supports, best first."""
     return [name for name, entry in ESTIMATORS.items() if entry.role in roles]
 
 
 def estimators_with_setting(setting: str) -> list[EstimatorName]:
-    """Returns the estimators that a setting applies to."""
+    """Return the estimators that a setting applies to."""
     return [name for name, entry in ESTIMATORS.items() if setting in entry.settings]
 
 

@@ -57,7 +57,7 @@ class TangentEstimator:
     def gradient(
         self, record: Mapping[str, Any], seed: int, step: int, modules: Sequence[AdaptedModule]
     ) -> FloatArray:
-        """Returns the mean of projected_gradient * u v^T, f32 [size]; the same bits on every machine."""
+        """Return the mean of projected_gradient * u v^T, f32 [size]; the same bits on every machine."""
         projected_gradients: Float64Array = np.asarray(record["projected_gradients"], np.float64)
         directions = self._directions_of(seed, step, projected_gradients.shape, modules)
         return directions.gradient(projected_gradients)
@@ -65,7 +65,7 @@ class TangentEstimator:
     def _directions_of(
         self, seed: int, step: int, shape: Sequence[int], modules: Sequence[AdaptedModule]
     ) -> RankOneDirections:
-        """Returns the directions of a step; those of the latest step are cached with their signs."""
+        """Return the directions of a step; those of the latest step are cached with their signs."""
         queries, examples = shape
         directions = RankOneDirections(seed, step, queries, examples, tuple(modules), self.shared)
         if directions != self._directions:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from prge.errors import Refusal, refused_as, shown
+from prge.errors import Refusal, format_value, refused_as
 from server_export.checkpoint.config_bounds import config_problems
 from server_export.checkpoint.gguf.header import EMBEDDING, GgufHeader
 from server_export.library_errors import TRANSFORMERS_ERRORS
@@ -95,7 +95,7 @@ def _refused(header: GgufHeader) -> AbstractContextManager[None]:
     """Refuse a file if transformers raises inside the context."""
     return refused_as(
         "gguf-not-read",
-        f"{header.path} contains a model of the architecture {shown(header.architecture)}, which "
+        f"{header.path} contains a model of the architecture {format_value(header.architecture)}, which "
         "transformers can't read",
         TRANSFORMERS_ERRORS,
         remedy=_REMEDY,
@@ -126,8 +126,8 @@ def _by_older_tables(header: GgufHeader) -> dict[str, Any]:
         for key, field in header.fields.items():
             is_kept = field.element is None or (isinstance(field.value, list) and field.value)
             if is_kept and not key.startswith(("general.architecture", "general.alignment", "split.")):
-                kinds = (each and gguf.GGUFValueType(each) for each in (field.type_id, field.element))
-                writer.add_key_value(key, field.value, *kinds)
+                types = (each and gguf.GGUFValueType(each) for each in (field.type_id, field.element))
+                writer.add_key_value(key, field.value, *types)
         for name in header.tensors:
             writer.add_tensor(name, np.zeros(1, np.float32))
         writer.write_header_to_file()
@@ -168,7 +168,7 @@ class _Translation:
         self._take_neutral()
         if self._unread:
             unread = ", ".join(
-                f"{key} = {shown(self._header.model_value(key))}" for key in sorted(self._unread)[:5]
+                f"{key} = {format_value(self._header.model_value(key))}" for key in sorted(self._unread)[:5]
             )
             raise Refusal(
                 "gguf-key-not-read",
@@ -199,7 +199,7 @@ class _Translation:
         self._unread.discard(key)
         return self._header.model_value(key)
 
-    def _refuse(self, what: str) -> Refusal:
+    def _refusal(self, what: str) -> Refusal:
         return Refusal("gguf-value-not-read", f"Cannot read {self._header.path}: {what}.", remedy=_REMEDY)
 
     def _take_attributes(self) -> None:
@@ -240,7 +240,7 @@ class _Translation:
         """Return a required value that must be a positive integer."""
         value = self._header.model_value(key)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self._refuse(f"{key} is {shown(value)}")
+            raise self._refusal(f"{key} is {format_value(value)}")
         return value
 
     def _width(self) -> int:
@@ -264,7 +264,7 @@ class _Translation:
             is_sliding = [bool((i + 1) % pattern) for i in range(layers)]
         is_valid = isinstance(is_sliding, list) and len(is_sliding) == layers
         if not is_valid or not hasattr(self._base, "layer_types"):
-            raise self._refuse(f"attention.sliding_window_pattern is {shown(pattern)}")
+            raise self._refusal(f"attention.sliding_window_pattern is {format_value(pattern)}")
         self._more["layer_types"] = [
             "sliding_attention" if sliding else "full_attention" for sliding in is_sliding
         ]
@@ -281,7 +281,7 @@ class _Translation:
         if isinstance(default, int | float) and math.isclose(share, default):
             return
         if self._model_type not in ("phi3", "stablelm", "nemotron"):
-            raise self._refuse(f"it rotates {rotated} of the {self._head_width()} dimensions of a head")
+            raise self._refusal(f"it rotates {rotated} of the {self._head_width()} dimensions of a head")
         self._more["partial_rotary_factor"] = share
 
     def _take_scaling(self) -> None:
@@ -295,7 +295,7 @@ class _Translation:
             self._more["rope_scaling"] = self._llama3(tensors[ROPE_FACTORS].values())
         elif {SHORT_FACTORS, LONG_FACTORS} <= tensors.keys():
             if self._model_type != "phi3" or not original:
-                raise self._refuse(f"{LONG_FACTORS} is not supported for {self._model_type}")
+                raise self._refusal(f"{LONG_FACTORS} is not supported for {self._model_type}")
             # This factor follows from both lengths.
             self._take("rope.scaling.attn_factor")
             self._more["original_max_position_embeddings"] = original
@@ -313,7 +313,7 @@ class _Translation:
                 "original_max_position_embeddings": original,
             }
         elif scaling_type != "none" and factor not in (None, 0.0, 1.0):
-            raise self._refuse(f"rope.scaling.type is {shown(scaling_type)}")
+            raise self._refusal(f"rope.scaling.type is {format_value(scaling_type)}")
         theta = self._more.get("rope_theta", self._known.get("rope_theta"))
         if "rope_scaling" in self._more and theta is not None and self._model_type != "gemma3_text":
             self._more["rope_parameters"] = {**self._more.pop("rope_scaling"), "rope_theta": theta}
@@ -322,14 +322,14 @@ class _Translation:
         """Return Llama 3's scaling if a file's factors are those that it computes."""
         factor, theta = float(stored.max()), self._known.get("rope_theta", 10_000.0)
         if not isinstance(theta, int | float) or theta <= 0 or not factor > 0:
-            raise self._refuse(f"rope.freq_base is {shown(theta)}")
+            raise self._refusal(f"rope.freq_base is {format_value(theta)}")
         dimensions = 2 * len(stored)
         lengths = 2 * math.pi * theta ** (np.arange(0, dimensions, 2) / dimensions)
         low, high, original = _LLAMA3.values()
         smooth = np.clip((original / lengths - low) / (high - low), 0.0, 1.0)
         expected = 1 / ((1 - smooth) / factor + smooth)
         if not np.allclose(expected, stored, rtol=_SAME):
-            raise self._refuse(f"its {ROPE_FACTORS} aren't those of Llama 3")
+            raise self._refusal(f"its {ROPE_FACTORS} aren't those of Llama 3")
         return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
 
     def _take_neutral(self) -> None:

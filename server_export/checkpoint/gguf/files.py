@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from prge.errors import Refusal, shown
+from prge.errors import Refusal, format_value
 from prge.formats.bundle import file_sha256
 from server_export.checkpoint.gguf.config import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, load_gguf_config
 from server_export.checkpoint.gguf.header import (
@@ -35,7 +35,7 @@ from server_export.checkpoint.gguf.header import (
 from server_export.checkpoint.gguf.tokenizer import eos_token_ids, load_gguf_tokenizer
 
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
-_MOST_PARTS = 1000
+_MAX_PARTS = 1000
 # Tensors that become part of the configuration instead of parameters.
 IN_CONFIGURATION = frozenset({ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS})
 
@@ -103,10 +103,10 @@ def _parts(path: Path) -> tuple[Path, ...]:
     if match is None:
         return (path,)
     count = int(match[3])
-    if not 1 <= count <= _MOST_PARTS:
+    if not 1 <= count <= _MAX_PARTS:
         raise Refusal(
             "gguf-too-many-parts",
-            f"{path} is one of {count} parts; the maximum is {_MOST_PARTS}.",
+            f"{path} is one of {count} parts; the maximum is {_MAX_PARTS}.",
             remedy="Use a file of fewer parts.",
         )
     paths = tuple(path.with_name(f"{match[1]}-{i:05d}-of-{count:05d}.gguf") for i in range(1, count + 1))
@@ -169,14 +169,14 @@ def _join_headers(headers: Sequence[GgufHeader]) -> GgufHeader:
         if part != (number, len(headers)):
             raise Refusal(
                 "gguf-parts-differ",
-                f"{header.path} is part {shown(part[0])} of {shown(part[1])} by its header, but part "
-                f"{number} of {len(headers)} by its name.",
+                f"{header.path} is part {format_value(part[0])} of {format_value(part[1])} by its header, "
+                f"but part {number} of {len(headers)} by its name.",
                 remedy="Download the files again.",
             )
         if duplicates := sorted(tensors.keys() & header.tensors.keys()):
             raise Refusal(
                 "gguf-parts-differ",
-                f"{header.path} has a tensor {shown(duplicates[0])} that another part has too.",
+                f"{header.path} has a tensor {format_value(duplicates[0])} that another part has too.",
                 remedy="Download the files again.",
             )
         tensors |= header.tensors
@@ -184,7 +184,7 @@ def _join_headers(headers: Sequence[GgufHeader]) -> GgufHeader:
     if total != len(tensors):
         raise Refusal(
             "gguf-parts-differ",
-            f"{first.path} declares {shown(total)} tensors, but its parts have {len(tensors)}.",
+            f"{first.path} declares {format_value(total)} tensors, but its parts have {len(tensors)}.",
             remedy="Download the files again.",
         )
     return replace(first, tensors=tensors)

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 
-from prge.errors import PrgeError, Refusal, shown
+from prge.errors import PrgeError, Refusal, format_value
 from prge.system.packages import install_extra_command
 from prge.system.regular_files import open_regular
 
@@ -35,18 +35,18 @@ TEMPLATE = "tokenizer.chat_template"
 EMBEDDING = "token_embd.weight"
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
-_ALIGNMENT, _DEFAULT_ALIGNMENT, _MOST_ALIGNMENT = "general.alignment", 32, 1 << 16
+_ALIGNMENT, _DEFAULT_ALIGNMENT, _MAX_ALIGNMENT = "general.alignment", 32, 1 << 16
 _FILE_TYPE = "general.type"
 # Far beyond every published file, which have dozens of keys, thousands of tensors, and 300,000 tokens.
-_MOST_KEYS, _MOST_TENSORS = 1 << 12, 1 << 16
+_MAX_KEYS, _MAX_TENSORS = 1 << 12, 1 << 16
 _LONGEST_KEY, _LONGEST_NAME, _LONGEST_TOKEN, _LONGEST_TEXT = 1 << 10, 1 << 8, 1 << 10, 1 << 20
-_MOST_ELEMENTS, _MOST_TOKENS = 1 << 22, 1 << 20
-_MOST_BYTES = 64 << 20
+_MAX_ELEMENTS, _MAX_TOKENS = 1 << 22, 1 << 20
+_MAX_BYTES = 64 << 20
 # Longer arrays describe tokens and are only counted; arrays of layers are kept.
-_MOST_KEPT = 1 << 10
-_MOST_DIMENSIONS, _LARGEST_DIMENSION = 4, 1 << 31
+_MAX_KEPT = 1 << 10
+_MAX_DIMENSIONS, _LARGEST_DIMENSION = 4, 1 << 31
 _STRING, _ARRAY, _BOOL = 8, 9, 7
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_SCALAR_TYPES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _INTEGER_TYPES = (0, 1, 2, 3, 4, 5, 10, 11)
 _TOKEN_ID = re.compile(r"tokenizer\.ggml\.\w+_token_id")
 _REMEDY = "Download the file again, or use another one."
@@ -178,14 +178,14 @@ class _Reader:
             if int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS:
                 self._refuse("it was written for big-endian machines")
             self._refuse(f"its version is {version} but must be {' or '.join(map(str, _VERSIONS))}")
-        tensors = self._count("tensors", _MOST_TENSORS)
-        keys = self._count("keys", _MOST_KEYS)
+        tensors = self._count("tensors", _MAX_TENSORS)
+        keys = self._count("keys", _MAX_KEYS)
         fields: dict[str, GgufValue] = {}
         for _ in range(keys):
             key = self._text("a key", _LONGEST_KEY)
             if key in fields:
-                self._refuse(f"the key {shown(key)} occurs twice")
-            fields[key] = self._value(key, self._number("I", f"the type of {shown(key)}"))
+                self._refuse(f"the key {format_value(key)} occurs twice")
+            fields[key] = self._value(key, self._number("I", f"the type of {format_value(key)}"))
         self._check_fields(fields)
         tensors_read = [self._tensor() for _ in range(tensors)]
         alignment = self._alignment(fields)
@@ -193,7 +193,9 @@ class _Reader:
         by_name = {each.name: self._placed(each, start, alignment) for each in tensors_read}
         if len(by_name) < len(tensors_read):
             names = [each.name for each in tensors_read]
-            self._refuse(f"the tensor {shown(next(n for n in names if names.count(n) > 1))} occurs twice")
+            self._refuse(
+                f"the tensor {format_value(next(n for n in names if names.count(n) > 1))} occurs twice"
+            )
         self._check_apart(by_name)
         self._check_vocabulary(fields, by_name)
         return GgufHeader(self._path, version, fields, by_name)
@@ -205,8 +207,8 @@ class _Reader:
         """Return the next bytes, which must be inside the file and the bound of a header."""
         if count > self._size - self._at:
             self._refuse(f"{what} would end after the end of the file, which has {self._size:,} bytes")
-        if self._at + count > _MOST_BYTES:
-            self._refuse(f"its header has more than {_MOST_BYTES:,} bytes")
+        if self._at + count > _MAX_BYTES:
+            self._refuse(f"its header has more than {_MAX_BYTES:,} bytes")
         content = self._stream.read(count)
         if len(content) < count:
             self._refuse(f"{what} is missing")
@@ -216,10 +218,10 @@ class _Reader:
     def _number(self, letter: str, what: str) -> Any:
         return struct.unpack(f"<{letter}", self._take(struct.calcsize(f"<{letter}"), what))[0]
 
-    def _count(self, what: str, most: int) -> int:
+    def _count(self, what: str, limit: int) -> int:
         count = int(self._number("Q", f"the number of {what}"))
-        if count > most:
-            self._refuse(f"it counts {count:,} {what}, but at most {most:,} are allowed")
+        if count > limit:
+            self._refuse(f"it counts {count:,} {what}, but at most {limit:,} are allowed")
         return count
 
     def _text(self, what: str, longest: int, *, may_be_empty: bool = False) -> str:
@@ -234,9 +236,9 @@ class _Reader:
             self._refuse(f"{what} is not valid UTF-8")
 
     def _value(self, key: str, value_type: int) -> GgufValue:
-        name = shown(key)
-        if value_type in _SCALARS:
-            value = self._number(_SCALARS[value_type], name)
+        name = format_value(key)
+        if value_type in _SCALAR_TYPES:
+            value = self._number(_SCALAR_TYPES[value_type], name)
             if isinstance(value, float) and not math.isfinite(value):
                 self._refuse(f"{name} is {value}")
             return GgufValue(value_type, value)
@@ -245,19 +247,19 @@ class _Reader:
         if value_type != _ARRAY:
             self._refuse(f"{name} has the type {value_type}, which GGUF does not define")
         element_type = int(self._number("I", f"the type of {name}"))
-        if element_type != _STRING and element_type not in _SCALARS:
+        if element_type != _STRING and element_type not in _SCALAR_TYPES:
             # Models have no arrays of arrays, whose size would have no bound.
             self._refuse(f"{name} is an array of type {element_type} but must contain numbers or strings")
-        count = self._count(f"values of {name}", _MOST_ELEMENTS)
+        count = self._count(f"values of {name}", _MAX_ELEMENTS)
         if element_type == _STRING:
             # Each string has at least its length of 8 bytes.
             self._fits(count * 8, name)
             for _ in range(count):
                 self._text(f"a string of {name}", _LONGEST_TOKEN, may_be_empty=True)
             return GgufValue(value_type, count, element_type)
-        letter = _SCALARS[element_type]
+        letter = _SCALAR_TYPES[element_type]
         content = self._take(count * struct.calcsize(f"<{letter}"), name)
-        if count > _MOST_KEPT:
+        if count > _MAX_KEPT:
             return GgufValue(value_type, count, element_type)
         values = list(struct.unpack(f"<{count}{letter}", content))
         if not all(math.isfinite(value) for value in values):
@@ -270,17 +272,22 @@ class _Reader:
 
     def _tensor(self) -> GgufTensor:
         name = self._text("the name of a tensor", _LONGEST_NAME)
-        dimensions = int(self._number("I", f"the dimensions of {shown(name)}"))
-        if not 1 <= dimensions <= _MOST_DIMENSIONS:
-            self._refuse(f"{shown(name)} has {dimensions} dimensions but must have 1 to {_MOST_DIMENSIONS}")
-        shape = tuple(int(self._number("Q", f"the shape of {shown(name)}")) for _ in range(dimensions))[::-1]
-        ggml_type, offset = (int(self._number(letter, shown(name))) for letter in "IQ")
+        dimensions = int(self._number("I", f"the dimensions of {format_value(name)}"))
+        if not 1 <= dimensions <= _MAX_DIMENSIONS:
+            self._refuse(
+                f"{format_value(name)} has {dimensions} dimensions but must have 1 to {_MAX_DIMENSIONS}"
+            )
+        shape = tuple(
+            int(self._number("Q", f"the shape of {format_value(name)}")) for _ in range(dimensions)
+        )[::-1]
+        ggml_type, offset = (int(self._number(letter, format_value(name))) for letter in "IQ")
         if not all(1 <= size <= _LARGEST_DIMENSION for size in shape):
-            self._refuse(f"{shown(name)} has the invalid shape {shown(list(shape))}")
+            self._refuse(f"{format_value(name)} has the invalid shape {format_value(list(shape))}")
         block, size = self._block(name, ggml_type)
         if shape[-1] % block:
             self._refuse(
-                f"{shown(name)} has rows of {shape[-1]:,} elements, but its type stores blocks of {block}"
+                f"{format_value(name)} has rows of {shape[-1]:,} elements, but its type stores blocks of "
+                f"{block}"
             )
         return GgufTensor(self._path, name, shape, ggml_type, offset, math.prod(shape) // block * size)
 
@@ -289,8 +296,8 @@ class _Reader:
         if sizes is None:
             raise Refusal(
                 "gguf-type-not-read",
-                f"{self._path} stores {shown(name)} in the ggml type {_ggml_type_name(ggml_type)}, which "
-                "can't be dequantized.",
+                f"{self._path} stores {format_value(name)} in the ggml type {_ggml_type_name(ggml_type)}, "
+                "which can't be dequantized.",
                 remedy="Use a file with another quantization, such as Q8_0, Q4_K_M or F16.",
             )
         return sizes
@@ -300,20 +307,21 @@ class _Reader:
             return _DEFAULT_ALIGNMENT
         field = fields[_ALIGNMENT]
         is_power = field.type_id == 4 and field.value and not field.value & (field.value - 1)
-        if not is_power or field.value > _MOST_ALIGNMENT:
+        if not is_power or field.value > _MAX_ALIGNMENT:
             self._refuse(
-                f"{_ALIGNMENT} is {shown(field.value)} but must be a power of 2 up to {_MOST_ALIGNMENT}"
+                f"{_ALIGNMENT} is {format_value(field.value)} but must be a power of 2 up to {_MAX_ALIGNMENT}"
             )
         return int(field.value)
 
     def _placed(self, tensor: GgufTensor, start: int, alignment: int) -> GgufTensor:
         """Return a tensor whose `start` counts from the beginning of the file instead of the data."""
         if tensor.start % alignment:
-            self._refuse(f"{shown(tensor.name)} begins at {tensor.start:,}, which isn't aligned")
+            self._refuse(f"{format_value(tensor.name)} begins at {tensor.start:,}, which isn't aligned")
         begin = start + tensor.start
         if begin + tensor.bytes > self._size:
             self._refuse(
-                f"{shown(tensor.name)} would end at byte {begin + tensor.bytes:,} of a file of {self._size:,}"
+                f"{format_value(tensor.name)} would end at byte {begin + tensor.bytes:,} of a file of "
+                f"{self._size:,}"
             )
         return GgufTensor(tensor.path, tensor.name, tensor.shape, tensor.type_id, begin, tensor.bytes)
 
@@ -322,7 +330,7 @@ class _Reader:
         ordered = sorted(tensors.values(), key=lambda tensor: tensor.start)
         for first, second in itertools.pairwise(ordered):
             if first.start + first.bytes > second.start:
-                self._refuse(f"{shown(first.name)} and {shown(second.name)} overlap")
+                self._refuse(f"{format_value(first.name)} and {format_value(second.name)} overlap")
 
     def _check_fields(self, fields: Mapping[str, GgufValue]) -> None:
         architecture = fields.get(ARCHITECTURE)
@@ -332,7 +340,7 @@ class _Reader:
         if file_type != "model":
             raise Refusal(
                 "gguf-without-model",
-                f"{self._path} does not contain a model: its {_FILE_TYPE} is {shown(file_type)}.",
+                f"{self._path} does not contain a model: its {_FILE_TYPE} is {format_value(file_type)}.",
                 remedy="Use the file of the language model itself.",
             )
 
@@ -346,15 +354,15 @@ class _Reader:
             if (fields[name].type_id, fields[name].element) != (_ARRAY, _STRING):
                 self._refuse(f"{name} is not an array of strings")
         count = int(tokens.value)
-        if not 1 <= count <= _MOST_TOKENS:
-            self._refuse(f"it has {count:,} tokens but must have 1 to {_MOST_TOKENS:,}")
+        if not 1 <= count <= _MAX_TOKENS:
+            self._refuse(f"it has {count:,} tokens but must have 1 to {_MAX_TOKENS:,}")
         for name in (TOKEN_TYPES, SCORES):
             if name in fields and (length := _length(fields[name])) != count:
                 self._refuse(f"{name} has {length:,} values for {count:,} tokens")
         for name, field in fields.items():
             is_id = _TOKEN_ID.fullmatch(name) is not None
             if is_id and (field.type_id not in _INTEGER_TYPES or not 0 <= field.value < count):
-                self._refuse(f"{name} is {shown(field.value)}, but there are {count:,} tokens")
+                self._refuse(f"{name} is {format_value(field.value)}, but there are {count:,} tokens")
         table = tensors.get(EMBEDDING)
         if table is not None and table.shape[0] < count:
             self._refuse(f"it has {count:,} tokens, but {EMBEDDING} has {table.shape[0]:,} rows")

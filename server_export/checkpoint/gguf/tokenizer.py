@@ -7,14 +7,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from prge.errors import Refusal, first_line, shown
+from prge.errors import Refusal, first_line, format_value
 from server_export.checkpoint.gguf.header import TOKENS, GgufHeader
 
 _MODEL, _SPLIT, _PREFIX = (f"tokenizer.ggml.{name}" for name in ("model", "pre", "add_space_prefix"))
 _REMEDY = "Use the model's original folder, with its tokenizer.json."
 # llama.cpp's names of pre-tokenizers: those that split as GPT-2 does, and those that also split off every
-# digit.
-# transformers treats unknown names as GPT-2's.
+# digit. transformers treats unknown names as GPT-2's.
 _AS_GPT2 = ("gpt-2", "phi-2", "mpt", "olmo", "jais", "gigachat", "mellum", "trillion", "granite-docling")
 _DIGITS_APART = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
 _CONTROL = 3
@@ -91,8 +90,8 @@ def _pretokenizer(header: GgufHeader) -> str | None:
     if header.get(_MODEL) == "gpt2" and pretokenizer not in known:
         raise Refusal(
             "tokenizer-split-not-read",
-            f"{header.path} has the pre-tokenizer {shown(pretokenizer)}, which transformers does not know; "
-            "text would be tokenized differently.",
+            f"{header.path} has the pre-tokenizer {format_value(pretokenizer)}, which transformers does "
+            "not know; text would be tokenized differently.",
             remedy=_REMEDY,
         )
     return pretokenizer if isinstance(pretokenizer, str) else None

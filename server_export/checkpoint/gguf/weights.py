@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from prge.errors import Refusal, refused_as, shown
+from prge.errors import Refusal, format_value, refused_as
 from server_export.checkpoint.gguf.files import IN_CONFIGURATION, GgufModel
 from server_export.checkpoint.gguf.header import GgufTensor
 from server_export.checkpoint.tensor_names import tensor_sources
@@ -151,7 +151,7 @@ class GgufTensors:
             raise Refusal(
                 "gguf-spare-tensors",
                 f"{self._model.paths[0]} has tensors that transformers' {type(self._whole).__name__} does "
-                f"not use, so that it would be another model: {shown(', '.join(sorted(names)[:5]))}.",
+                f"not use, so that it would be another model: {format_value(', '.join(sorted(names)[:5]))}.",
                 remedy=_REMEDY,
             )
 

@@ -26,7 +26,7 @@ from server_export.ir.block import PORT, port_of
 from server_export.ir.modules import copy_graph_module, get_attribute, make_graph_module
 from server_export.ir.rewriting import rewrite
 from server_export.ir.shapes import fill_in_values
-from server_export.ir.walks import ancestors
+from server_export.ir.traversal import ancestors
 
 REMEDY = "Leave backward out of --roles, and please report the name of the model."
 
@@ -43,7 +43,7 @@ def backpropagate(
     grad_outputs: Sequence[str] = (GRAD_OUTPUT,),
     with_outputs: bool = False,
 ) -> GraphModule:
-    """Returns a graph that computes the forward and backward pass of a block.
+    """Return a graph that computes the forward and backward pass of a block.
 
     No constant has a shape that depends on rows or tokens, if these differ from all widths.
 
@@ -101,7 +101,7 @@ def backpropagate(
 def _inputs(
     graph_module: GraphModule, adapter: Sequence[str], tokens: int, grad_outputs: Sequence[str]
 ) -> dict[str, torch.Tensor]:
-    """Returns the inputs of the result in order, as meta tensors."""
+    """Return the inputs of the result in order, as meta tensors."""
     values = {str(node.target): node.meta["val"] for node in graph_module.graph.find_nodes(op="placeholder")}
     outputs = graph_module.graph.output_node().args[0]
     inputs = {
@@ -117,7 +117,7 @@ def _inputs(
 
 
 def _run(graph: Graph, values_by_name: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Returns the outputs of a graph from inputs and constants by name, evaluating only needed nodes."""
+    """Return the outputs of a graph from inputs and constants by name, evaluating only needed nodes."""
     output = graph.output_node()
     needed = ancestors([output])
     values: dict[Node, Any] = {}
@@ -155,7 +155,7 @@ def _rebuild(
     inputs: Sequence[str],
     layers: list[FrozenLayer],
 ) -> GraphModule:
-    """Returns the traced graph with constants as attributes of `root` and with its frozen layers expanded."""
+    """Return the traced graph with constants as attributes of `root` and with its frozen layers expanded."""
     graph = Graph()
     copies: dict[Node, Node] = {}
     attributes: dict[str, Node] = {}

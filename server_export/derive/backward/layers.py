@@ -94,7 +94,7 @@ class FrozenLayer:
 
 
 def replace_layers(graph_module: GraphModule) -> list[FrozenLayer]:
-    """Replace linear layers with a constant weight by one operator each, in place; returns the layers."""
+    """Replace linear layers with a constant weight by one operator each, in place; return the layers."""
     graph, layers, writer = graph_module.graph, list[FrozenLayer](), GraphWriter(graph_module)
     is_head = any(node.target is SOFTMAX_PARTS for node in graph.nodes)
     for node in list(graph.nodes):
@@ -114,7 +114,7 @@ def replace_layers(graph_module: GraphModule) -> list[FrozenLayer]:
 
 
 def _match_layer(source: Node, weight: Node, bias: Node | None) -> FrozenLayer | None:
-    """Returns the layer with these arguments of a linear operator, or None if the weight isn't constant."""
+    """Return the layer with these arguments of a linear operator, or None if the weight isn't constant."""
     if weight.op == "get_attr":
         return FrozenLayer(weight, bias, None)
     if str(weight.target) == _QUANTIZED and str(source.target) == _QUANTIZED:
@@ -213,7 +213,7 @@ class Expansion:
         return self._writer.call(weight.target, codes, block, scale, zero, *range_of_codes)
 
     def _copied_constant(self, node: Node) -> Node:
-        """Returns the copy of a constant's node."""
+        """Return the copy of a constant's node."""
         copy = self._copy(node)
         copy.meta.setdefault("val", to_meta(node.meta["val"]))
         return copy
@@ -227,7 +227,7 @@ class Expansion:
 def add_transposed_weights(
     tensors: Mapping[str, torch.Tensor], names: Collection[str]
 ) -> dict[str, torch.Tensor]:
-    """Returns a block's constants with those of its transposed weights that are among `names`."""
+    """Return a block's constants with those of its transposed weights that are among `names`."""
     result = dict(tensors)
     for name, tensor in tensors.items():
         backward = transposed_names(name)
@@ -242,7 +242,7 @@ def add_transposed_weights(
 
 
 def _transposed(weight: torch.Tensor) -> torch.Tensor:
-    """Returns a float weight [out, in] of the backward pass: [in, out], or [in] for a single output.
+    """Return a float weight [out, in] of the backward pass: [in, out], or [in] for a single output.
 
     It is stored a second time: XNNPACK would pack an untransposed weight at every call, and reads memory that
     has been freed if the weight of a layer is also an operand of a product.
@@ -251,7 +251,7 @@ def _transposed(weight: torch.Tensor) -> torch.Tensor:
 
 
 def transposed_names(weight: str) -> tuple[str, str, str]:
-    """Returns names of a weight's constants in the backward pass: weight or codes, scales, zero points."""
+    """Return names of a weight's constants in the backward pass: weight or codes, scales, zero points."""
     name = TRANSPOSED + weight.replace(".", "_")
     return name, f"{name}_scale", f"{name}_zero_point"
 
@@ -259,7 +259,7 @@ def transposed_names(weight: str) -> tuple[str, str, str]:
 def transposed_codes(
     codes: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns codes i8 [in, out], scales and zero points [in, 1] of a transposed quantized weight.
+    """Return codes i8 [in, out], scales and zero points [in, 1] of a transposed quantized weight.
 
     Args:
         codes: i8 [out, in], of int8 or int4.
@@ -275,6 +275,6 @@ def transposed_codes(
 
 
 def _tensors(weight: Node) -> tuple[Node, Node, Node]:
-    """Returns the nodes of the codes, scales and zero points of a quantized weight."""
+    """Return the nodes of the codes, scales and zero points of a quantized weight."""
     codes, _, scale, zero, *_ = weight.args
     return codes, scale, zero

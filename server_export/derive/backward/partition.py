@@ -27,7 +27,7 @@ from server_export.derive.backward.joint import GRAD, REMEDY
 from server_export.derive.backward.rules import ONES
 from server_export.ir.block import new_input
 from server_export.ir.modules import make_graph_module
-from server_export.ir.walks import ancestors, descendants
+from server_export.ir.traversal import ancestors, descendants
 
 aten = torch.ops.aten
 
@@ -97,7 +97,7 @@ def partition(
 def _smallest_cut(
     graph: Graph, gradients: Sequence[Node], layers: Sequence[Node], may_be_saved: Callable[[Node], bool]
 ) -> list[Node]:
-    """Returns the residuals in order, such that no layer is recomputed."""
+    """Return the residuals in order, such that no layer is recomputed."""
     depends_on_grad_output = descendants(filter(_is_gradient, graph.nodes)) - {graph.output_node()}
     candidates = (descendants(layers) & ancestors(gradients)) - depends_on_grad_output
     flow: Any = networkx.DiGraph()
@@ -120,7 +120,7 @@ def _smallest_cut(
 
 
 def _is_layer(node: Node, rows: int) -> bool:
-    """Returns whether a node multiplies `rows` rows by a constant matrix.
+    """Return whether a node multiplies `rows` rows by a constant matrix.
 
     A matrix with a single output computes a mean or sum, and one of more rows is a rotation of heads.
     """
@@ -132,7 +132,7 @@ def _is_layer(node: Node, rows: int) -> bool:
 
 
 def _is_gradient(node: Node) -> bool:
-    """Returns whether a node is an input that only a backward pass has."""
+    """Return whether a node is an input that only a backward pass has."""
     return node.op == "placeholder" and str(node.target).startswith(GRAD)
 
 
@@ -142,7 +142,7 @@ def _part(
     shapes: Sequence[Sequence[int] | None],
     residuals: Mapping[Node, Sequence[int]] = MappingProxyType({}),
 ) -> GraphModule:
-    """Returns a module that computes some values of the joint graph, some of them in another shape.
+    """Return a module that computes some values of the joint graph, some of them in another shape.
 
     The `residuals` aren't computed but become inputs of the given shapes.
     """

@@ -22,13 +22,13 @@ def write_backward(graph_module: GraphModule) -> None:
 
 
 def differentiable_form(target: Any) -> Any:
-    """Returns the function that autograd traces instead of an operator."""
+    """Return the function that autograd traces instead of an operator."""
     operator_row = row_of(target)
     return target if operator_row is None or operator_row.autograd is None else operator_row.autograd
 
 
 def decompositions() -> dict[Any, Any]:
-    """Returns PyTorch's decompositions of autograd's operators that have no row in the table."""
+    """Return PyTorch's decompositions of autograd's operators that have no row in the table."""
     written = rules("backward")
     return {
         target: decomposition

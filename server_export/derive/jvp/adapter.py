@@ -47,7 +47,7 @@ def apply_to_rank_one(t: GraphTangents, node: Node, *arguments: Any) -> Dual | R
 
 
 def _product_jvp(t: GraphTangents, left: Any, right: RankOneMatrix) -> Dual:
-    """Returns left right and its tangents d(left) right + left u v^T, of [1, rows x length, above]."""
+    """Return left right and its tangents d(left) right + left u v^T, of [1, rows x length, above]."""
     value = left.value if isinstance(left, Dual) else left
     primal = t.as_primal(t.call(aten.bmm.default, value, right.primal))
     tangents = (_jvp_to_rank if right.above > right.out else _jvp_from_rank)(t, left, value, right)
@@ -55,7 +55,7 @@ def _product_jvp(t: GraphTangents, left: Any, right: RankOneMatrix) -> Dual:
 
 
 def _jvp_from_rank(t: GraphTangents, left: Any, value: Node, right: RankOneMatrix) -> Node:
-    """Product with a matrix of few rows: one number per token and query, the sum of left u over the rank."""
+    """Multiply with a matrix of few rows: one number per token and query, the sum of left u over the rank."""
     queries, rows, rank, out = t.queries, right.rows, right.above, right.out
     length = value.meta["val"].shape[1] // rows
     u = t.reshape(right.u, [queries, rows, 1, rank])
@@ -74,7 +74,7 @@ def _jvp_from_rank(t: GraphTangents, left: Any, value: Node, right: RankOneMatri
 
 
 def _jvp_to_rank(t: GraphTangents, left: Any, value: Node, right: RankOneMatrix) -> Node:
-    """Product with a matrix of few columns, without a copy of it for each query."""
+    """Multiply with a matrix of few columns, without a copy of it for each query."""
     queries, rows, above, out = t.queries, right.rows, right.above, right.out
     tokens = value.meta["val"].shape[1]
     length = tokens // rows

@@ -47,7 +47,7 @@ ONES = "ones"
 def differentiate(
     graph_module: GraphModule, seeds: Mapping[str, Seed], queries: int, ones: Mapping[str, int]
 ) -> GraphModule:
-    """Returns a graph that computes a block's outputs and their derivatives along several directions.
+    """Return a graph that computes a block's outputs and their derivatives along several directions.
 
         seeds = {"hidden_states": Dense(), "lora_b": RankOne(rows=8)}
         graph = differentiate(block, seeds, queries=2, ones={"ones": 128})
@@ -147,7 +147,7 @@ def _apply_rule(writer: GraphTangents, node: Node, values: Mapping[Node, Any]) -
             return operator_row.jvp(writer, node, *arguments, **named)
     except NotImplementedError:
         pass
-    raise _no_rule(node)
+    raise _no_rule_error(node)
 
 
 def check_jvp_rules(graph_module: GraphModule, differentiated: Collection[str]) -> None:
@@ -163,7 +163,7 @@ def check_jvp_rules(graph_module: GraphModule, differentiated: Collection[str]) 
         if not depending.intersection(node.all_input_nodes):
             continue
         if str(node.target).startswith("aten.") and str(node.target) not in known:
-            raise _no_rule(node)
+            raise _no_rule_error(node)
         # Indices, comparisons and values that depend on a shape alone have no tangents.
         value = node.meta.get("val")
         is_float = not isinstance(value, torch.Tensor) or value.is_floating_point()
@@ -171,7 +171,7 @@ def check_jvp_rules(graph_module: GraphModule, differentiated: Collection[str]) 
             depending.add(node)
 
 
-def _no_rule(node: Node) -> Refusal:
+def _no_rule_error(node: Node) -> Refusal:
     return Refusal(
         "operator-without-derivative",
         f"The operator {node.target} in {_module_of_node(node)} has no forward-mode derivative in prge.",
@@ -192,7 +192,7 @@ def _check_dual(dual: Any) -> Dual:
 
 
 def _module_of_node(node: Node) -> str:
-    """Returns the path of the module that a node was traced in."""
+    """Return the path of the module that a node was traced in."""
     stack: Mapping[str, Any] = node.meta.get("nn_module_stack") or {}
     paths = [str(entry[0]) for entry in stack.values() if entry[0]]
     return paths[-1] if paths else "the program"

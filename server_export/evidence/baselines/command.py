@@ -74,7 +74,7 @@ def _check_folder(folder: Path) -> None:
                 if is_baseline
                 else ("folder-occupied", "a run that is no baseline")
             )
-            raise RunError(f"{folder} holds {content}", remedy="give another folder with --out", code=code)
+            raise RunError(f"{folder} holds {content}.", remedy="Give another folder with --out.", code=code)
     elif not is_config_of(BaselineSettings, folder / CONFIG):
         check_new_run(folder, [BEST])
 

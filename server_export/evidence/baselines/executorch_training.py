@@ -45,7 +45,7 @@ class AdaptedLinear(nn.Module):
         self.lora_b = nn.Parameter(lora_b)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., in] -> [..., out]."""
+        """Apply the layer to x [..., in]; return [..., out]."""
         return self.base(x) + F.linear(F.linear(x, self.lora_a), self.lora_b)
 
 
@@ -101,11 +101,11 @@ class ExecutorchTraining(TrainingMethod):
 
     def __init__(self, problem: ModelProblem, settings: BaselineSettings) -> None:
         if problem.is_encoder:
-            raise _unsuitable("bundle", "the bundle holds an encoder, and this method trains decoders only")
+            raise _unsuitable_error("bundle", "it holds an encoder, and this method trains decoders only")
         counts = {len(example.sequences) for example in problem.train}
         most = max(counts)
         if len(counts) > 1:
-            raise _unsuitable(
+            raise _unsuitable_error(
                 "rows", f"examples have {min(counts)} to {most} sequences, and all must have equally many"
             )
         examples = problem.batch_size
@@ -178,11 +178,11 @@ class ExecutorchTraining(TrainingMethod):
         return tuple(torch.from_numpy(array) for array in arrays)
 
 
-def _unsuitable(what: str, problem: str) -> ConfigError:
+def _unsuitable_error(what: str, problem: str) -> ConfigError:
     return ConfigError(
         f"executorch-training doesn't fit the {what}:",
         [problem],
-        remedy="use another method, such as backprop-lora-fa",
+        remedy="Use another method, such as backprop-lora-fa.",
         code=f"{what}-unfit",
     )
 

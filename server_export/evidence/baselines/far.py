@@ -58,7 +58,7 @@ class SplitLinear(nn.Module):
         self.register_buffer("order", torch.argsort(torch.cat([learning, frozen])), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., in] -> [..., out]."""
+        """Apply the layer to x [..., in]; return [..., out]."""
         return torch.cat([self.learner(x), self.frozen(x)], dim=-1).index_select(-1, self.order)
 
 

@@ -46,9 +46,9 @@ def feed_forward_linears(model: nn.Module) -> list[Linears]:
     ]
     if not all(len(layers) > 1 for layers in blocks):
         raise ConfigError(
-            "cannot find the model's feed-forward networks:",
+            "Cannot find the model's feed-forward networks:",
             [f"a block of {type(model).__name__} has fewer than two linear layers outside its attention"],
-            remedy="use another method",
+            remedy="Use another method.",
             code="unknown-feed-forward",
         )
     return blocks

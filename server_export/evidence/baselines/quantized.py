@@ -57,7 +57,7 @@ class QuantizedLinear(nn.Module):
             self.bias.register_hook(lambda gradient: gradient / (self.scale * self.input_scale).square())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., in] -> [..., out]."""
+        """Apply the layer to x [..., in]; return [..., out]."""
         # Scaling after the product saves no second copy of the weight for the backward pass.
         product = F.linear(x, self.weight) * self.scale
         return product if self.bias is None else product + self.bias * (self.scale * self.input_scale)

@@ -76,9 +76,9 @@ class BaselineSettings(TrainingFlags):
         ]
         if problems:
             raise ConfigError(
-                "cannot use these settings:",
+                "Cannot use these settings:",
                 problems,
-                remedy="`prge baseline --help` explains them",
+                remedy="`prge baseline --help` explains them.",
                 code="settings-unusable",
             )
 

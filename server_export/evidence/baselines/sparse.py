@@ -123,7 +123,7 @@ class SparseLinear(nn.Module):
         self.register_buffer("channels", channels)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., in] -> [..., out]."""
+        """Apply the layer to x [..., in]; return [..., out]."""
         product = _SparseProduct.apply(x, self.trained, self.frozen, self.channels)
         return product if self.bias is None else product + self.bias
 
@@ -143,9 +143,9 @@ def choose_scheme(problem: ModelProblem, settings: BaselineSettings) -> tuple[Sc
     """Return the scheme that the contribution analysis selects, and the forward passes that it took."""
     if len(problem.train) < 2:
         raise ConfigError(
-            "cannot measure contributions:",
+            "Cannot measure contributions:",
             [f"there are {len(problem.train)} training rows, and at least 2 are needed"],
-            remedy="give more rows: some are trained on, the others measure the gain",
+            remedy="Give more rows: some are trained on, the others measure the gain.",
             code="rows-too-few",
         )
     problem.model.requires_grad_(False)
@@ -173,9 +173,9 @@ def choose_scheme(problem: ModelProblem, settings: BaselineSettings) -> tuple[Sc
     choice = choose(AllocationProblem(depths, options, limit), settings.search, settings.seed)
     if choice is None:
         raise ConfigError(
-            "there is nothing to update:",
+            "There is nothing to update:",
             [f"no update of biases or weights within {limit} bytes lowers the loss"],
-            remedy="raise --memory-share",
+            remedy="Raise --memory-share.",
             code="nothing-to-update",
         )
     weights = {option.part: option.level for option in choice.options}

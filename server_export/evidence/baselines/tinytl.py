@@ -51,12 +51,12 @@ class LiteResidual(nn.Module):
         nn.init.zeros_(self.expand.weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [rows, length, channels] -> [rows, length, channels]."""
+        """Apply the branch to x [rows, length, channels]; return the same shape."""
         reduced = self.expand(F.relu(self.reduce(pool_tokens(x))))
         return reduced.repeat_interleave(POOL, dim=1)[:, : x.shape[1]]
 
     def add(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """Forward hook that adds the branch's output to the block's output."""
+        """Add the branch's output to the block's output, as a forward hook."""
         states = args[0] if args else kwargs["hidden_states"]
         if isinstance(output, tuple):
             return (output[0] + self(states), *output[1:])

@@ -78,20 +78,20 @@ def train_baseline(settings: BaselineSettings, bundle: Bundle, inputs: BaselineI
             "memory": {"baseline_bytes": idle_bytes},
         }
 
-    watcher = RunMonitor(settings, 0, lambda _: learner.forward_passes, describe)
-    with watcher, graceful_stop(watcher):
-        watcher.note(inputs.report)
+    monitor = RunMonitor(settings, 0, lambda _: learner.forward_passes, describe)
+    with monitor, graceful_stop(monitor):
+        monitor.note(inputs.report)
         # Baselines can't be resumed, so no checkpoints are written.
-        train(learner, settings.loop_settings(save_steps=0), watcher, lambda: watcher.stopped)
-        if watcher.stopped and learner.progress.step < settings.steps:
+        train(learner, settings.loop_settings(save_steps=0), monitor, lambda: monitor.stopped)
+        if monitor.stopped and learner.progress.step < settings.steps:
             raise KeyboardInterrupt
-        watcher.stop_clock()
+        monitor.stop_clock()
         learner.load_best()
         if inputs.test:
-            watcher.summary_facts["test"] = learner.score(inputs.test)
+            monitor.summary_facts["test"] = learner.score(inputs.test)
         learner.method.write(settings.out / FINAL)
         best = learner.best or {}
-        watcher.say_final(best.get("step", watcher.steps), best)
+        monitor.report_final(best.get("step", monitor.steps), best)
 
 
 class BaselineLearner:
@@ -135,7 +135,7 @@ class BaselineLearner:
             problem = loss_has_risen(self.progress, self._settings.divergence_ratio)
         if problem:
             raise DivergenceError(
-                problem, remedy="start a new run with a lower learning rate", code="loss-risen"
+                problem, remedy="Start a new run with a lower learning rate.", code="loss-risen"
             )
         figures = {"tokens": token_count(examples), "loss": result.loss, "learning_rate": rate}
         record = {"type": "step", "step": number, **figures}

@@ -19,7 +19,7 @@ import yaml
 
 from prge.cli.settings import settings_to_yaml
 from prge.cli.subprocesses import read_json, wait_until_free, write_verb_config
-from prge.errors import PrgeError, RunError, shown
+from prge.errors import PrgeError, RunError, format_value
 from prge.formats.bundle import file_sha256, open_bundle
 from prge.formats.documents import DocumentError, read_yaml
 from prge.formats.run_folder import read_metrics
@@ -29,7 +29,7 @@ from server_export.evidence.compare.children import last_lines, run_verb
 from server_export.evidence.compare.methods import (
     METHODS,
     ComparedMethod,
-    RunPlan,
+    PlannedRun,
     chosen_methods,
     export_settings,
     run_settings,
@@ -95,15 +95,15 @@ class Comparison:
                 content = read_yaml(stored)
             except DocumentError as error:
                 raise RunError(
-                    f"cannot read {stored}: {error}",
-                    remedy="give another folder with --out",
+                    f"Cannot read {stored}: {error}",
+                    remedy="Give another folder with --out.",
                     code="file-unreadable",
                 ) from None
             self._check(content if isinstance(content, dict) else {})
         elif self.out.is_dir() and any(path.name != "run.lock" for path in self.out.iterdir()):
             raise RunError(
-                f"{self.out} is not empty and holds no comparison: it has no {CONFIG}",
-                remedy="give an empty or new folder with --out",
+                f"{self.out} is not empty and holds no comparison: it has no {CONFIG}.",
+                remedy="Give an empty or new folder with --out.",
                 code="not-a-comparison",
             )
         self.rows = write_splits(self.settings, self.out / "data")
@@ -149,7 +149,7 @@ class Comparison:
             "bundle": open_bundle(self._bundle).sha256,
         }
 
-    def _tune(self, method: ComparedMethod, result: dict[str, Any]) -> RunPlan | None:
+    def _tune(self, method: ComparedMethod, result: dict[str, Any]) -> PlannedRun | None:
         """Return the plan of a method's reported runs, or None if it failed before them."""
         try:
             steps = self._steps(method)
@@ -164,9 +164,9 @@ class Comparison:
         eval_at = evaluation_steps(
             steps, method.forward_passes(batch_size), first, self.settings.evaluation_growth
         )
-        return RunPlan(steps, rate, self.settings.seeds[0], eval_at, with_test=True)
+        return PlannedRun(steps, rate, self.settings.seeds[0], eval_at, with_test=True)
 
-    def _run(self, method: ComparedMethod, plan: RunPlan, result: dict[str, Any]) -> None:
+    def _run(self, method: ComparedMethod, plan: PlannedRun, result: dict[str, Any]) -> None:
         folder = self.out / "runs" / f"{method.name}-{plan.seed}"
         try:
             run = self._train(method, plan, folder)
@@ -181,7 +181,7 @@ class Comparison:
     def _steps(self, method: ComparedMethod) -> int:
         """Return the steps of a reported run; a short run without evaluations measures time and memory."""
         settings, seconds = self.settings, None
-        plan = RunPlan(MEASURED_STEPS, self._centre(method), SEARCH_SEED)
+        plan = PlannedRun(MEASURED_STEPS, self._centre(method), SEARCH_SEED)
         measured = self._train(method, plan, self.out / "measured" / method.name)
         if settings.budget == "seconds":
             # The first step warms up caches.
@@ -203,7 +203,7 @@ class Comparison:
         failures = ["no trial ended with a finite loss"]
 
         def loss(rate: float) -> float:
-            plan = RunPlan(trial_steps, rate, SEARCH_SEED, eval_at)
+            plan = PlannedRun(trial_steps, rate, SEARCH_SEED, eval_at)
             try:
                 trial_loss = best_loss(
                     self._train(method, plan, self.out / "search" / f"{method.name}-{rate:g}")
@@ -215,13 +215,13 @@ class Comparison:
             return math.inf if trial_loss is None else trial_loss
 
         rates = rates_around(self._centre(method), FACTOR, self.settings.search_trials)
-        rate = best_rate(grid_losses(loss, rates, FACTOR, most=1))
+        rate = best_rate(grid_losses(loss, rates, FACTOR, max_extra=1))
         trials.sort(key=lambda trial: float(trial["learning_rate"]))
         if rate is None:
             raise MethodError(failures[-1], code="all-rates-diverged")
         return rate
 
-    def _train(self, method: ComparedMethod, plan: RunPlan, folder: Path) -> Path:
+    def _train(self, method: ComparedMethod, plan: PlannedRun, folder: Path) -> Path:
         """Finish, resume or start a run in `folder` and return its run folder.
 
         Raises:
@@ -246,7 +246,7 @@ class Comparison:
                 f"{name} diverged: {last_lines(log)}", remedy=_point_to_log(log), code="diverged"
             )
         if code or not is_finished(run):
-            raise _failed(name, arguments[0], code, log)
+            raise _failed_error(name, arguments[0], code, log)
         return run
 
     def _score(self, run: Path, folder: Path) -> dict[str, Any]:
@@ -256,7 +256,7 @@ class Comparison:
             verb_settings = test_settings(self.settings, self._bundle, self.rows["test"], run, partial)
             code = self.verb(write_verb_config("eval", verb_settings, folder / "eval.yaml"), folder / OUTPUT)
             if code:
-                raise _failed(folder.relative_to(self.out), "eval", code, folder / OUTPUT)
+                raise _failed_error(folder.relative_to(self.out), "eval", code, folder / OUTPUT)
             partial.rename(path)
         return read_json(path)
 
@@ -266,14 +266,14 @@ class Comparison:
     def _check(self, stored: Mapping[str, Any]) -> None:
         now = yaml.safe_load(settings_to_yaml(self.settings))
         changed = [
-            f"{name} was {shown(stored.get(name))}, is {shown(value)}"
+            f"{name} was {format_value(stored.get(name))}, is {format_value(value)}"
             for name, value in now.items()
             if name not in _CHANGEABLE and stored.get(name) != value
         ]
         if changed:
             raise RunError(
                 "\n  - ".join([f"{self.out} holds another comparison:", *changed]),
-                remedy="give another folder with --out, or the settings that it was begun with",
+                remedy="Give another folder with --out, or the settings that it was begun with.",
                 code="settings-changed",
             )
 
@@ -295,7 +295,7 @@ def _log(text: str) -> None:
     print(text, flush=True)
 
 
-def _failed(name: Path, verb: str, code: int, log: Path) -> MethodError:
+def _failed_error(name: Path, verb: str, code: int, log: Path) -> MethodError:
     message = f"{name}: `prge {verb}` ended with code {code}: {last_lines(log)}"
     return MethodError(message, remedy=_point_to_log(log), code="verb-failed")
 

@@ -108,8 +108,8 @@ def chosen_methods(names: Iterable[str], batch_size: int) -> list[ComparedMethod
                 f"{name}: its {queries} queries share a batch, and {batch_size} is no multiple of them"
             )
     if problems:
-        remedy = f"methods: {', '.join(METHODS)}"
-        raise ConfigError("these methods can't be compared:", problems, remedy=remedy, code="no-such-method")
+        remedy = f"Methods: {', '.join(METHODS)}."
+        raise ConfigError("These methods can't be compared:", problems, remedy=remedy, code="no-such-method")
     return [METHODS[name] for name in names]
 
 
@@ -131,7 +131,7 @@ def export_settings(settings: CompareSettings, out: Path) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class RunPlan:
+class PlannedRun:
     """The plan of one run."""
 
     steps: int
@@ -144,7 +144,7 @@ class RunPlan:
 def run_settings(
     method: ComparedMethod,
     settings: CompareSettings,
-    plan: RunPlan,
+    plan: PlannedRun,
     bundle: Path,
     rows: Mapping[str, Path],
     out: Path,

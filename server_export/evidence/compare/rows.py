@@ -41,9 +41,9 @@ def write_splits(settings: CompareSettings, folder: Path) -> dict[str, Path]:
         shared.update(f"{other} and {split}" for other in others if other != split)
     if shared:
         raise DataError(
-            "splits must not share rows",
+            "Splits must not share rows:",
             [f"{both} share {count} rows" for both, count in shared.items()],
-            remedy="choose starts and limits that don't overlap",
+            remedy="Choose starts and limits that don't overlap.",
             code="splits-share-rows",
         )
     folder.mkdir(parents=True, exist_ok=True)
@@ -57,8 +57,8 @@ def write_splits(settings: CompareSettings, folder: Path) -> dict[str, Path]:
             write_file(path, content)
         elif path.read_bytes() != content:
             raise RunError(
-                f"{path} holds other rows than the current {settings.rows_file(split)}",
-                remedy="start a new comparison in another folder",
+                f"{path} holds other rows than the current {settings.rows_file(split)}.",
+                remedy="Start a new comparison in another folder.",
                 code="rows-changed",
             )
     return written

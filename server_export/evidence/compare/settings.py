@@ -159,9 +159,9 @@ class CompareSettings(ExampleFlags):
             problems += self._missing_files()
         if problems:
             raise ConfigError(
-                "cannot compare with these settings:",
+                "Cannot compare with these settings:",
                 problems,
-                remedy="`prge compare --help` explains the settings",
+                remedy="`prge compare --help` explains the settings.",
                 code="settings-unusable",
             )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from prge.report.charts import Line, Look, arrange_charts, line_chart, standalone_svg
+from prge.report.charts import Line, LineStyle, arrange_charts, line_chart, standalone_svg
 
 _PANELS = {
     "length": "unknown tokens of a row",
@@ -50,9 +50,9 @@ def _panel(result: Mapping[str, Any], name: str) -> str:
     )
 
 
-def _line(name: str, hue: int, cells: Mapping[int, Cell], look: Look = "line") -> Line:
+def _line(name: str, hue: int, cells: Mapping[int, Cell], style: LineStyle = "line") -> Line:
     """Return mean and range of the recovered tokens by the index of a value on the axis."""
     tokens = {index: cell["tokens"] for index, cell in cells.items()}
     points = [(index, each["mean"]) for index, each in tokens.items()]
     band = [(index, each["least"], each["most"]) for index, each in tokens.items()]
-    return Line(name, points, hue, look, band)
+    return Line(name, points, hue, style, band)

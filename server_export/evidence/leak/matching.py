@@ -2,7 +2,7 @@
 
     dlg      squared distance between the reports (Zhu et al. 2019, arXiv 1906.08935)
     cosine   one minus the cosine between them (Geiping et al. 2020, arXiv 2003.14053; for texts LAMP, arXiv
-    2202.08827)
+             2202.08827)
 
 A text's tokens are its targets too: an embedding's target distribution follows from its distances to the
 vocabulary's embeddings. As in LAMP, embeddings are regularized to the norm of token embeddings.

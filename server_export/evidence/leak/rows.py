@@ -90,8 +90,8 @@ def known_form(examples: Sequence[Example], bos_count: int, length: int) -> Know
     elif is_text and any(len(each.targets) != len(each.tokens) - max(bos_count, 1) for each in sequences):
         problem = "only a part of their tokens are targets"
     if problem:
-        remedy = "give rows of texts, or a task whose candidates are one token each"
-        raise DataError("cannot attack these rows:", [problem], remedy=remedy, code="rows-not-attackable")
+        remedy = "Give rows of texts, or a task whose candidates are one token each."
+        raise DataError("Cannot attack these rows:", [problem], remedy=remedy, code="rows-not-attackable")
     if is_text:
         return KnownForm(sequences[0].tokens[:bos_count], length)
     rows = [sequence.tokens for sequence in sequences]

@@ -162,8 +162,8 @@ class LeakSettings(ExampleFlags):
             problems.append(f"--out is {self.out}, must end in .svg")
         if problems:
             raise ConfigError(
-                "cannot attack with these settings:",
+                "Cannot attack with these settings:",
                 problems,
-                remedy="`prge leak --help` explains the settings",
+                remedy="`prge leak --help` explains the settings.",
                 code="settings-unusable",
             )

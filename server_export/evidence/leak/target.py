@@ -65,9 +65,9 @@ class AttackTarget:
         needed = self.settings.limit * batch
         if len(long) < needed:
             raise DataError(
-                "there are too few rows:",
+                "There are too few rows:",
                 [f"{needed} rows with {length} unknown tokens are needed, and {len(long)} are long enough"],
-                remedy="give more rows, or smaller --limit, --lengths or --batches",
+                remedy="Give more rows, or smaller --limit, --lengths or --batches.",
                 code="rows-too-few",
             )
         order = torch.randperm(len(long), generator=torch.Generator().manual_seed(seed))[:needed]
@@ -86,15 +86,15 @@ def open_target(settings: LeakSettings) -> AttackTarget:
     bundle = open_bundle(settings.bundle) if settings.bundle is not None else None
     if bundle is not None and bundle.chain.trains_a:
         raise ConfigError(
-            "cannot attack this bundle:",
+            "Cannot attack this bundle:",
             [f"{bundle.folder} trains both matrices, and these attacks need gradients of lora_b alone"],
-            remedy="export it with --adapter lora-fa",
+            remedy="Export it with --adapter lora-fa.",
             code="trains-both-matrices",
         )
     if bundle is not None:
         tokenizer, model = load_bundle_tokenizer(bundle), bundle.chain.model
         if model.is_encoder:
-            raise _encoder(settings.model_path)
+            raise _encoder_error(settings.model_path)
     else:
         vocabulary = int(_load(settings).model.get_input_embeddings().weight.shape[0])
         tokenizer = device_tokenizer(load_tokenizer(settings.model_path), "auto", vocabulary)
@@ -115,14 +115,14 @@ def _load(settings: LeakSettings) -> LoadedModel:
     """Load the model; raises PrgeError if there is none or it is an encoder."""
     loaded = load_model(settings.model_path)
     if not loaded.is_decoder:
-        raise _encoder(settings.model_path)
+        raise _encoder_error(settings.model_path)
     return loaded
 
 
-def _encoder(model: str) -> ConfigError:
+def _encoder_error(model: str) -> ConfigError:
     return ConfigError(
-        "cannot attack this model:",
+        "Cannot attack this model:",
         [f"{model} is an encoder, and these attacks support decoders only"],
-        remedy="give a decoder; this does not mean that an encoder's reports reveal nothing",
+        remedy="Give a decoder; this does not mean that an encoder's reports reveal nothing.",
         code="encoder-not-attacked",
     )

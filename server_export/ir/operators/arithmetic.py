@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 
 def primal_of(value: Any, rank: int) -> Any:
-    """Returns the primal of a dual, aligned to the rank of a result; other values are returned unchanged."""
+    """Return the primal of a dual, aligned to the rank of a result; other values are returned unchanged."""
     return value.aligned(rank).primal if isinstance(value, Dual) else value
 
 
@@ -115,7 +115,7 @@ def _masked_fill(t: GraphTangents, node: Node, source: Dual, mask: Node, value: 
 
 
 def _compare(t: GraphTangents, node: Node, left: Any, right: Any) -> Node:
-    """Booleans have no tangents."""
+    """Write a comparison of the primals; booleans have no tangents."""
     sides = (primal_of(side, _rank(node)) for side in (left, right))
     return t.reshape(t.call(node.target, *sides), shape_of(node))
 
@@ -129,7 +129,7 @@ def _extremum(t: GraphTangents, node: Node, left: Any, right: Any) -> Dual:
 
 
 def _filled(t: GraphTangents, node: Node, source: Dual, value: Number, **named: Any) -> Node:
-    """The result depends on the shape of the source only, so it has no tangents."""
+    """Write the call without tangents, because the result depends on the shape of the source only."""
     return t.call(node.target, source.value, value, **named)
 
 
@@ -154,7 +154,7 @@ def _bounded(writer: GraphWriter, node: Node, source: Node, least: Any = None, m
     return above if most is None else writer.call(aten.minimum.default, above, most)
 
 
-def _out_of_place(target: Any) -> Any:
+def _functional(target: Any) -> Any:
     """Replace an in-place operator of autograd, because programs don't modify values."""
     return lambda writer, node, *arguments: writer.call(target, *arguments)
 
@@ -183,5 +183,5 @@ row(aten.minimum.default, aten.maximum.default, category=COMPARE, jvp=_extremum)
 row(aten.masked_fill.Scalar, category=COMPARE, jvp=_masked_fill)
 row(aten.full_like.default, category=COMPARE, jvp=_filled)
 
-row(aten.logical_and_.default, category=Category.GRADIENT, backward=_out_of_place(aten.logical_and.default))
-row(aten.masked_fill_.Scalar, category=Category.GRADIENT, backward=_out_of_place(aten.masked_fill.Scalar))
+row(aten.logical_and_.default, category=Category.GRADIENT, backward=_functional(aten.logical_and.default))
+row(aten.masked_fill_.Scalar, category=Category.GRADIENT, backward=_functional(aten.masked_fill.Scalar))

@@ -22,17 +22,17 @@ _TINY = 1e-20
 
 
 def step(w: Calls, x: Any) -> Any:
-    """1 for x > 0, else 0, without a comparison, which XNNPACK doesn't delegate."""
+    """Return 1 for x > 0, else 0, without a comparison, which XNNPACK doesn't delegate."""
     return w.call(aten.clamp.default, w.times(x, 1 / _TINY), 0.0, 1.0)
 
 
 def sign(w: Calls, x: Any) -> Any:
-    """-1 for x < 0, 1 for x > 0, else 0, without a comparison."""
+    """Return -1 for x < 0, 1 for x > 0, else 0, without a comparison."""
     return w.call(aten.clamp.default, w.times(x, 1 / _TINY), -1.0, 1.0)
 
 
 def _gelu(w: Calls, x: Any, y: Any, **_: Any) -> Any:
-    """F(x) + x f(x) with the normal distribution F = y / x, which is 1/2 at 0, and its density f."""
+    """Return F(x) + x f(x) with the normal distribution F = y / x, which is 1/2 at 0, and its density f."""
     distribution = w.call(aten.div.Tensor, w.plus(y, _TINY / 2), w.plus(x, _TINY))
     density = w.times(w.exp(w.times(w.times(x, x), -0.5)), 1 / math.sqrt(2 * math.pi))
     return w.plus(distribution, w.times(x, density))
@@ -43,7 +43,7 @@ def _erf(w: Calls, x: Any, y: Any) -> Any:
 
 
 def _silu(w: Calls, x: Any, y: Any) -> Any:
-    """s + y (1 - s) = s (1 + x - y), since y = x s."""
+    """Return the derivative s + y (1 - s) = s (1 + x - y), since y = x s."""
     return w.times(w.sigmoid(x), w.plus(w.minus(x, y), 1.0))
 
 
@@ -55,7 +55,7 @@ def _clamp(w: Calls, x: Any, y: Any, least: float | None = None, most: float | N
 
 
 def _elu(w: Calls, x: Any, y: Any, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> Any:
-    """`scale` for x > 0, else `input_scale` (y + alpha scale)."""
+    """Return `scale` for x > 0, else `input_scale` (y + alpha scale)."""
     above = step(w, x)
     below = w.times(w.plus(w.times(above, -1.0), 1.0), w.plus(y, alpha * scale))
     return w.plus(w.times(above, scale), w.times(below, input_scale))
@@ -94,19 +94,19 @@ def _clamp_max(writer: GraphWriter, node: Any, x: Any, bound: float) -> Any:
 
 
 def _softplus(writer: GraphWriter, node: Any, x: Any) -> Any:
-    """log(1 + exp(x)) without overflow."""
+    """Write log(1 + exp(x)) without overflow."""
     small = writer.exp(writer.times(writer.call(aten.abs.default, x), -1.0))
     rest = writer.call(aten.log.default, writer.plus(small, 1.0))
     return writer.plus(writer.call(aten.relu.default, x), rest)
 
 
 def _tanh_backward(writer: GraphWriter, node: Any, grad_output: Any, y: Any) -> Any:
-    """One operator fewer than the product of grad_output and the derivative."""
+    """Write one operator fewer than the product of grad_output and the derivative has."""
     return writer.minus(grad_output, writer.times(grad_output, writer.times(y, y)))
 
 
 def _silu_backward(writer: GraphWriter, node: Any, grad_output: Any, x: Any) -> Any:
-    """s + y - y s, in terms that the forward pass computes too."""
+    """Write the derivative as s + y - y s, in terms that the forward pass computes too."""
     gate = writer.sigmoid(x)
     y = writer.times(x, gate)
     return writer.times(grad_output, writer.plus(gate, writer.minus(y, writer.times(y, gate))))

@@ -17,14 +17,14 @@ aten = torch.ops.aten
 
 
 def shift_dims(dim: Any) -> Any:
-    """Returns dimensions as they are numbered after the queries were prepended."""
+    """Return dimensions as they are numbered after the queries were prepended."""
     if isinstance(dim, list | tuple):
         return [shift_dims(each) for each in dim]
     return dim + 1 if dim >= 0 else dim
 
 
 def linear_jvp(*dims_at: int) -> JvpRule:
-    """Returns the JVP rule of an operator that is linear in its first argument.
+    """Return the JVP rule of an operator that is linear in its first argument.
 
     The rule applies the operator to the primal and to the tangents.
 
@@ -230,7 +230,7 @@ def _copy(writer: GraphWriter, node: Node, target: Node, source: Node, *_: Any) 
 
 
 def in_core(target: Any) -> Any:
-    """Returns the rule that writes another operator with the same arguments."""
+    """Return the rule that writes another operator with the same arguments."""
     return lambda writer, node, *arguments, **_: writer.call(target, *arguments)
 
 

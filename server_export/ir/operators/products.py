@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 
 def product_jvp(t: GraphTangents, left: Any, right: Any) -> Dual:
-    """Returns left right and its tangents d(left) right + left d(right).
+    """Return left right and its tangents d(left) right + left d(right).
 
     The shapes are [batch, rows, inner] and [batch, inner, width].
 
@@ -38,7 +38,7 @@ def product_jvp(t: GraphTangents, left: Any, right: Any) -> Dual:
 
 
 def _linear_jvp(t: GraphTangents, node: Node, source: Dual, weight: Node, bias: Node | None = None) -> Dual:
-    """Two calls, because the bias affects the primal only."""
+    """Write two calls, because the bias affects the primal only."""
     if isinstance(weight, Dual) or isinstance(bias, Dual):
         raise NotImplementedError("a linear layer whose weight or bias depends on the adapter")
     primal = t.call(node.target, source.primal, *filter(None, (weight, bias)))

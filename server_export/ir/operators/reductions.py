@@ -26,14 +26,14 @@ def _is_last(dims: Sequence[int] | None, source: Node) -> bool:
 
 
 def _mean_weight(writer: GraphWriter, source: Node) -> Node:
-    """Returns the weight of a linear layer that computes the mean over the last dimension."""
+    """Return the weight of a linear layer that computes the mean over the last dimension."""
     value = source.meta["val"]
     width = value.shape[-1]
     return writer.constant(torch.full((1, width), 1.0 / width, dtype=value.dtype))
 
 
 def _centred(writer: GraphWriter, source: Node) -> tuple[Node, Node]:
-    """Returns a row minus its mean, and its variance.
+    """Return a row minus its mean, and its variance.
 
     The variance is computed from the centred row, because E[x^2] - E[x]^2 would cancel.
     """

@@ -24,14 +24,14 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, source: torch.Tensor, dim: int, index: torch.Tensor) -> Any:
-        """Returns the gathered elements."""
+        """Return the gathered elements."""
         ctx.dim = dim
         ctx.save_for_backward(source, index)
         return aten.gather.default(source, dim, index)
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
-        """Returns the gradient of the source from the gradient of the gathered elements."""
+        """Return the gradient of the source from the gradient of the gathered elements."""
         source, index = ctx.saved_tensors
         return aten.zeros_like.default(source).scatter_add(ctx.dim, index, grad_output), None, None
 
@@ -39,7 +39,7 @@ class Gather(torch.autograd.Function):
 def _largest(
     scores: torch.Tensor, count: int, dim: int = -1, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """aten.topk, whose choice of indices has no derivative."""
+    """Return aten.topk, whose choice of indices has no derivative."""
     _, index = aten.topk.default(scores.detach(), count, dim, *rest)
     return Gather.apply(scores, dim, index), index
 
@@ -57,14 +57,14 @@ def _gather_jvp(t: GraphTangents, node: Node, source: Dual, dim: int, index: Nod
 def _topk_jvp(
     t: GraphTangents, node: Node, source: Dual, count: int, dim: int = -1, *rest: Any
 ) -> tuple[Dual, Node]:
-    """The chosen values have the tangents of the elements at their indices; the indices have none."""
+    """Gather the tangents of the chosen values at their indices; the indices have no tangents."""
     chosen = t.call(node.target, source.value, count, dim, *rest)
     index = t.call(operator.getitem, chosen, 1)
     return _gather_jvp(t, node, source, dim, index), index
 
 
 def _scatter_jvp(t: GraphTangents, node: Node, source: Dual, dim: int, index: Node, value: Number) -> Dual:
-    """The written values have no tangents."""
+    """Scatter values that have no tangents."""
     index_of_primal = t.as_primal(index)
 
     def put(part: Node, count: int, number: Number) -> Node:

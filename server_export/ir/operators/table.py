@@ -114,22 +114,22 @@ def row(*targets: Any, category: Category, derivative: Derivative | None = None,
 
 
 def row_of(target: Any) -> Operator | None:
-    """Returns the row of an operator, or None if it has none."""
+    """Return the row of an operator, or None if it has none."""
     return TABLE.get(str(target))
 
 
 def rules(rule_set: RuleSet) -> dict[str, Rule]:
-    """Returns the rules of a pass by operator name, as `apply_rules` takes them."""
+    """Return the rules of a pass by operator name, as `apply_rules` takes them."""
     return {name: rule for name, each in TABLE.items() if (rule := getattr(each, rule_set)) is not None}
 
 
 def differentiable() -> set[str]:
-    """Returns the names of the operators that have a forward-mode derivative."""
+    """Return the names of the operators that have a forward-mode derivative."""
     return {name for name, each in TABLE.items() if each.jvp is not None}
 
 
 def members(*categories: Category) -> frozenset[Any]:
-    """Returns the operators of the given categories, as `node.target` holds them."""
+    """Return the operators of the given categories, as `node.target` holds them."""
     return frozenset(each.target for each in TABLE.values() if each.category in categories)
 
 
@@ -159,7 +159,7 @@ def _autograd_from_derivative(target: Any, derivative: Derivative) -> Callable[.
 
 
 def gradient_of(target: Any, reads: Literal["argument", "result"], usual: Collection[Any] = ()) -> Rule:
-    """Returns the backward rule for autograd's operator (grad_output, value, ...) of an elementwise function.
+    """Return the backward rule for autograd's operator (grad_output, value, ...) of an elementwise function.
 
     Args:
         target: the function; its row has the derivative.

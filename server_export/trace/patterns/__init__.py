@@ -112,7 +112,7 @@ def register(pattern: Pattern) -> Pattern:
 
 
 def patterns() -> list[Pattern]:
-    """Returns all patterns by name, after importing the modules of this package."""
+    """Return all patterns by name, after importing the modules of this package."""
     _discover()
     return [REGISTRY[name] for name in sorted(REGISTRY)]
 
@@ -124,7 +124,7 @@ def _discover() -> None:
 
 
 def passes_at(stage: Stage) -> list[Pass[Any]]:
-    """Returns the passes of all patterns at a stage, by name."""
+    """Return the passes of all patterns at a stage, by name."""
     return [
         Pass(pattern.name, pattern.serves, partial(_run, rewrite))
         for pattern in patterns()
@@ -158,8 +158,8 @@ def check_model(model: Any, longest: int) -> None:
             pattern.check(model, longest)
 
 
-def unread_modules(model: nn.Module) -> list[str]:
-    """Returns names of the modules of a model whose layers can't be adapted."""
+def unadapted_modules(model: nn.Module) -> list[str]:
+    """Return names of the modules of a model whose layers can't be adapted."""
     return [
         name
         for pattern in patterns()
@@ -169,7 +169,7 @@ def unread_modules(model: nn.Module) -> list[str]:
 
 
 def _may_have(pattern: Pattern, model: nn.Module) -> bool:
-    """Returns whether a model has the attributes or settings of a pattern, or the pattern has none."""
+    """Return whether a model has the attributes or settings of a pattern, or the pattern has none."""
     return not (pattern.attributes or pattern.settings) or _is_marked(pattern, model)
 
 
@@ -180,8 +180,8 @@ def _is_marked(pattern: Pattern, model: Any) -> bool:
     )
 
 
-def functions_of(model: nn.Module) -> list[tuple[ModuleType | type, str, Any]]:
-    """Returns the functions of a model that patterns replace: module or class, name and function."""
+def replaceable_functions(model: nn.Module) -> list[tuple[ModuleType | type, str, Any]]:
+    """Return the functions of a model that patterns replace: module or class, name and function."""
     names = [name for pattern in patterns() for name in pattern.functions]
     classes = [*dict.fromkeys(type(module) for module in model.modules())]
     modules = [sys.modules[name] for name in dict.fromkeys(each.__module__ for each in classes)]
@@ -195,8 +195,8 @@ def functions_of(model: nn.Module) -> list[tuple[ModuleType | type, str, Any]]:
 
 
 def patterns_of(traced: TracedModel) -> list[Pattern]:
-    """Returns the patterns that a model has, by name."""
-    called = {name for _, name, _ in functions_of(traced.model)}
+    """Return the patterns that a model has, by name."""
+    called = {name for _, name, _ in replaceable_functions(traced.model)}
     return [pattern for pattern in patterns() if _has(pattern, traced, called)]
 
 
@@ -234,7 +234,9 @@ def tracing(traced: TracedModel, call: Call, changes: Changes | None) -> Iterato
 @contextmanager
 def _replaced_functions(pattern: Pattern, traced: TracedModel, changes: Changes | None) -> Iterator[None]:
     """Replace functions of a model by those of a pattern within the context."""
-    originals = [original for original in functions_of(traced.model) if original[1] in pattern.functions]
+    originals = [
+        original for original in replaceable_functions(traced.model) if original[1] in pattern.functions
+    ]
     if changes is not None and originals:
         changes.of_parts(pattern.name, pattern.serves, [name for _, name, _ in originals])
     try:
@@ -249,12 +251,12 @@ def _replaced_functions(pattern: Pattern, traced: TracedModel, changes: Changes 
 
 
 def _recording(changes: Changes | None, pattern: Pattern, model: nn.Module) -> AbstractContextManager[None]:
-    """Returns a context that records what a pattern replaces in a model."""
+    """Return a context that records what a pattern replaces in a model."""
     return nullcontext() if changes is None else changes.of_model(pattern.name, pattern.serves, model)
 
 
 def with_blocks(model: Any, blocks: Sequence[ModelBlock], rows: int) -> list[ModelBlock]:
-    """Returns a model's blocks with those that patterns add.
+    """Return a model's blocks with those that patterns add.
 
     Args:
         model: the traced model.

@@ -17,7 +17,7 @@ from server_export.ir.markers import TOKENS
 from server_export.ir.writer import GraphWriter
 from server_export.trace.model_graph import ModelGraph
 from server_export.trace.patterns import Pattern, Rewrite, register
-from server_export.trace.positional import shape_of_one_row
+from server_export.trace.position_folding import shape_of_one_row
 from server_export.trace.scores import Known, product_of, readers_of, unknown_inputs, wider_product
 from server_export.trace.tables import ModelTable, insert_table
 
@@ -28,7 +28,7 @@ _BIASES = "max_seq_len"
 
 
 @contextmanager
-def for_the_row(config: Any, tokens: int) -> Iterator[None]:
+def biases_of_one_row(config: Any, tokens: int) -> Iterator[None]:
     """Let a model compute its biases for exactly one row while it is traced."""
     original = getattr(config, _BIASES, None)
     try:
@@ -54,7 +54,7 @@ def write_alibi(graph: ModelGraph) -> None:
             continue
         slopes, key_positions = factors
         table = ModelTable("rotary", values=key_positions.reshape(-1, 1))
-        key = ("places", key_positions.numpy().tobytes())
+        key = ("positions of keys", key_positions.numpy().tobytes())
 
         def positions_before(before: Node, key: Any = key, table: ModelTable = table) -> Node:
             return insert_table(before, tables, key, table, [1, TOKENS, 1], torch.float32)
@@ -130,7 +130,7 @@ register(
         model_types=("bloom", "mpt"),
         example="bloom",
         settings=(_BIASES,),
-        tracing=lambda traced: for_the_row(traced.model.config, TOKENS),
+        tracing=lambda traced: biases_of_one_row(traced.model.config, TOKENS),
         rewrites=(Rewrite(write_alibi, "tables", of="decoder"),),
     )
 )

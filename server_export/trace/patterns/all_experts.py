@@ -26,7 +26,7 @@ _ELEMENTWISE = {aten.sigmoid.default, aten.to.dtype, aten._to_copy.default}
 
 @torch.library.custom_op("prge::all_experts", mutates_args=())
 def all_experts(states: torch.Tensor, number: int, out: int) -> torch.Tensor:
-    """Returns the outputs of a layer's experts for [experts x tokens, in], an equal part for each expert."""
+    """Return the outputs of a layer's experts for [experts x tokens, in], an equal part for each expert."""
     raise NotImplementedError("Experts are traced and become blocks; the operator is never run.")
 
 
@@ -46,7 +46,7 @@ def _prepare(traced: TracedModel) -> None:
 
 
 def _call_all_experts(module: Any, number: int, states: torch.Tensor) -> torch.Tensor:
-    """Returns the outputs of all experts, as one operator of the graph."""
+    """Return the outputs of all experts, as one operator of the graph."""
     output: torch.Tensor = ALL_EXPERTS(states, number, width_of(module))
     return output
 
@@ -87,7 +87,7 @@ def choose_experts(graph: ModelGraph) -> None:
 
 
 def _tokens_and_scores(product: Any) -> tuple[Node, Node] | None:
-    """Returns the states [tokens, in] that are repeated for each expert, and the scores [tokens, experts]."""
+    """Return the states [tokens, in] that are repeated for each expert, and the scores [tokens, experts]."""
     if product.target is not aten.mul.Tensor:
         return None
     repeated, column = product.args
@@ -98,7 +98,7 @@ def _tokens_and_scores(product: Any) -> tuple[Node, Node] | None:
 
 
 def _sparse_shares(scores: Any) -> tuple[list[Node], Node, Node] | None:
-    """Returns the steps from numbers to shares, the numbers and their indices, if all other shares are 0."""
+    """Return the steps from numbers to shares, the numbers and their indices, if all other shares are 0."""
     steps: list[Node] = []
     while scores.target in _ELEMENTWISE:
         steps.insert(0, scores)

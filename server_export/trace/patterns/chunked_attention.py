@@ -17,7 +17,7 @@ def _check(model: Any, longest: int) -> None:
             "attention-chunk",
             f"The attention of {type(model).__name__} sees only the tokens of a chunk of {chunk} "
             f"({_SIZE}), but texts may have {longest} tokens.",
-            remedy=f"export it with --context {chunk}",
+            remedy=f"Export it with --context {chunk}.",
         )
 
 

@@ -35,7 +35,7 @@ class _ComplexRotary(nn.Module):
         self.values = values
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        """Returns complex numbers [1, length, width / 2]."""
+        """Return complex numbers [1, length, width / 2]."""
         length = position_ids.shape[-1]
         table = self.tables.request(
             (id(self), None, 0),
@@ -68,7 +68,7 @@ def write_complex(graph: ModelGraph) -> None:
 
 
 def _pairs(node: Node) -> tuple[Node, list[int]] | None:
-    """Returns the real tensor behind a complex one, and the shape of the complex one followed by 2."""
+    """Return the real tensor behind a complex one, and the shape of the complex one followed by 2."""
     shape = [*node.meta["val"].shape, 2]
     while node.target in (aten.unsqueeze.default, aten.to.dtype, aten.reshape.default):
         node = node.args[0]

@@ -35,7 +35,7 @@ def convolution(
     activation: str | Callable[[torch.Tensor], torch.Tensor] | None = None,
     **_: Any,
 ) -> torch.Tensor:
-    """A causal depthwise convolution of hidden states [rows, width, tokens] with a weight [width, taps]."""
+    """Compute a causal depthwise convolution of hidden states [rows, width, tokens], weight [width, taps]."""
     from transformers.activations import ACT2FN
 
     width, taps = weight.shape
@@ -49,7 +49,7 @@ def convolution(
 
 
 def convolution_of(node: Any) -> tuple[Any, ...]:
-    """Returns input, weight, bias, stride, padding, dilation and groups of either convolution operator."""
+    """Return input, weight, bias, stride, padding, dilation and groups of either convolution operator."""
     source, weight, *more = node.args
     if node.target is aten.conv1d.default:
         bias, stride, padding, dilation, groups = more + [None, [1], [0], [1], 1][len(more) :]

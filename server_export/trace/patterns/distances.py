@@ -9,7 +9,7 @@ from server_export.ir.markers import TOKENS
 from server_export.ir.writer import GraphWriter
 from server_export.trace.model_graph import ModelGraph
 from server_export.trace.patterns import Pattern, Rewrite, register
-from server_export.trace.positional import expand_to_users, shape_of_one_row, window_of_mask
+from server_export.trace.position_folding import expand_to_users, shape_of_one_row, window_of_mask
 from server_export.trace.tables import ModelTable, ModelTables, insert_table
 
 aten = torch.ops.aten
@@ -33,7 +33,7 @@ def write_distances(graph: ModelGraph) -> None:
 
 
 def _by_distance(value: torch.Tensor) -> torch.Tensor | None:
-    """Returns the values [2 length - 1] of a square matrix by distance, or None if distance isn't enough."""
+    """Return the values [2 length - 1] of a square matrix by distance, or None if distance isn't enough."""
     length = value.shape[-1]
     if value.numel() != length**2 or value.dtype not in (torch.float32, torch.long, torch.bool):
         return None

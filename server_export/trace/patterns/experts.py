@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from server_export.checkpoint.experts import expert_layers, is_dense_experts, weight_names
+from server_export.ir.decomposition import decompose
 from server_export.ir.markers import TOKENS
 from server_export.ir.modules import remove_unused_attributes
-from server_export.ir.plain import decompose
 from server_export.trace.cutting import ModelBlock, whole_block
 from server_export.trace.experts import EXPERTS
 from server_export.trace.model_graph import WHOLE_PREFIX, TracedModel
@@ -45,13 +45,13 @@ def _prepare(traced: TracedModel) -> None:
 def _call_experts(
     module: Any, states: torch.Tensor, index: torch.Tensor, shares: torch.Tensor, **_: Any
 ) -> torch.Tensor:
-    """Returns the output of the experts of a module, as an operator of the graph."""
+    """Return the output of the experts of a module, as an operator of the graph."""
     output: torch.Tensor = EXPERTS(states, shares, index.float(), module.number, width_of(module))
     return output
 
 
 def width_of(module: Any) -> int:
-    """Returns the output width of an expert."""
+    """Return the output width of an expert."""
     return int(module.down_proj.shape[-1 if module.is_transposed else -2])
 
 
@@ -104,7 +104,7 @@ class _Expert(nn.Module):
 
 
 def expert_blocks(name: str, module: Any, rows: int, tokens: int) -> Iterator[ModelBlock]:
-    """Yields the blocks of a layer's experts in order; all have the same graph.
+    """Yield the blocks of a layer's experts in order; all have the same graph.
 
     Args:
         name: the name of the module in graphs.

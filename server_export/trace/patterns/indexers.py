@@ -19,7 +19,7 @@ _ATTENTION = "prge_indexed"
 
 
 def indexers(model: nn.Module) -> dict[str, int]:
-    """Returns how many tokens each indexer of a model selects, by the name of the module."""
+    """Return how many tokens each indexer of a model selects, by the name of the module."""
     return {
         name: int(getattr(module, count))
         for name, module in model.named_modules()
@@ -35,7 +35,7 @@ def _check(model: Any, longest: int) -> None:
             "indexer-budget",
             f"The attention of {type(model).__name__} sees only {budget} tokens, which an indexer "
             f"selects, but texts may have {longest}.",
-            remedy=f"export it with --context {budget}",
+            remedy=f"Export it with --context {budget}.",
         )
 
 

@@ -26,7 +26,7 @@ def any_length(model: nn.Module, tokens: int, extra: int) -> Iterator[None]:
     """Resize everything that a model has per position to one row while it is traced.
 
     Args:
-        model: on the meta device.
+        model: the model, on the meta device.
         tokens: the number of tokens of the row.
         extra: the number of positions that tables have in addition to the row's.
     """
@@ -46,7 +46,7 @@ def any_length(model: nn.Module, tokens: int, extra: int) -> Iterator[None]:
 
 
 def _by_position(model: nn.Module) -> dict[str, tuple[torch.Tensor, tuple[int, ...]]]:
-    """Returns position embeddings, position ids and masks over positions, with their resized dimensions."""
+    """Return position embeddings, position ids and masks over positions, with their resized dimensions."""
     count = getattr(model.config, "max_position_embeddings", None)
     tables: dict[str, tuple[torch.Tensor, tuple[int, ...]]] = {
         f"{name}.weight": (module.weight, (0,))

@@ -42,7 +42,7 @@ def _with_masks(traced: TracedModel, call: Call) -> Call:
 
 
 def _mask_of_padding(*, attention_mask: torch.Tensor, **_: Any) -> torch.Tensor:
-    """Returns the `padding_mask` of transformers' token mask; attention applies the windows."""
+    """Return the `padding_mask` of transformers' token mask; attention applies the windows."""
     return padding_mask(attention_mask.float())
 
 

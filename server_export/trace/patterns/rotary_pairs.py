@@ -29,7 +29,7 @@ def write_pairs_as_linear(graph_module: GraphModule) -> None:
 
 
 def _pairs(node: Node) -> tuple[Node | None, Node]:
-    """Returns x of stack(-x[1::2], x[::2]) over the last dimension, and the node that flattens the stack."""
+    """Return x of stack(-x[1::2], x[::2]) over the last dimension, and the node that flattens the stack."""
     parts: Any = node.args[0]
     (user,) = node.users if len(node.users) == 1 else (node,)
     if len(parts) != 2 or any(part.target is not aten.reshape.default for part in parts):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from prge.errors import Refusal
-from server_export.trace.patterns import Pattern, functions_of, patterns, register
+from server_export.trace.patterns import Pattern, patterns, register, replaceable_functions
 
 
 def _check(model: Any, longest: int) -> None:
@@ -14,7 +14,7 @@ def _check(model: Any, longest: int) -> None:
     if not getattr(model, "_is_stateful", False) and "linear_attention" not in types:
         return
     known = [name for pattern in patterns() if pattern.keeps_state for name in pattern.functions]
-    if not any(name in known for _, name, _ in functions_of(model)):
+    if not any(name in known for _, name, _ in replaceable_functions(model)):
         raise Refusal(
             "unknown-recurrence",
             f"{type(model).__name__} has a recurrence that prge does not support. Supported are delta "

@@ -20,7 +20,7 @@ def weighted_mean(
     value: torch.Tensor,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Returns the mean [rows, tokens, width] of the values so far, weighted by their decaying keys.
+    """Return the mean [rows, tokens, width] of the values so far, weighted by their decaying keys.
 
     Weights of keys above 88 overflow float32; outputs that are not finite are refused.
     """

@@ -19,7 +19,7 @@ from prge.formats.signatures import TABLE
 from server_export.ir.block import is_input
 from server_export.ir.operators import Category, members
 from server_export.ir.rewriting import share_equal_calls
-from server_export.ir.walks import ancestors, origin
+from server_export.ir.traversal import ancestors, origin
 from server_export.ir.writer import GraphWriter
 from server_export.trace.patterns import Pattern, Rewrite, register
 
@@ -59,7 +59,7 @@ def _join_values(writer: GraphWriter) -> None:
 
 
 def _move_before(node: Node, values: Sequence[Any]) -> bool:
-    """Move the nodes that compute some values before a node, in place; returns False if they depend on it."""
+    """Move the nodes that compute some values before a node, in place; return False if they depend on it."""
     needed = ancestors(values)
     if node in needed:
         return False
@@ -96,7 +96,7 @@ def _drop_reshapes(node: Node, softmax: Node) -> None:
 
 
 def _split_into_heads(product: Node) -> Node | None:
-    """Returns the reshape that splits a product into rows and heads, after elementwise operators."""
+    """Return the reshape that splits a product into rows and heads, after elementwise operators."""
     node = product
     while len(node.users) == 1:
         (user,) = node.users
@@ -109,7 +109,7 @@ def _split_into_heads(product: Node) -> Node | None:
 
 
 def _splits_heads(node: Node) -> bool:
-    """Returns whether a node reshapes a merged dimension into rows and heads."""
+    """Return whether a node reshapes a merged dimension into rows and heads."""
     if node.target not in _RESHAPES:
         return False
     before, after = _shape(node.args[0]), _shape(node)
@@ -117,7 +117,7 @@ def _splits_heads(node: Node) -> bool:
 
 
 def _chain(scores: Node) -> list[Node] | None:
-    """Returns the operators on scores until rows and heads are merged, or None if one of them is unknown."""
+    """Return the operators on scores until rows and heads are merged, or None if one of them is unknown."""
     operators, node = list[Node](), scores
     while len(node.users) == 1:
         (user,) = node.users
@@ -140,7 +140,7 @@ def _chain(scores: Node) -> list[Node] | None:
 
 
 def _joined_shape(shape: Sequence[int], scores: Sequence[int]) -> list[int] | None:
-    """Returns the shape in which an operand of scores [rows, heads, ...] meets merged scores, or None."""
+    """Return the shape in which an operand of scores [rows, heads, ...] meets merged scores, or None."""
     if len(shape) < 3:
         return [*shape]
     rows, heads = ([1] * (4 - len(shape)) + [*shape])[:2]
@@ -182,7 +182,7 @@ def _transpose_last(writer: GraphWriter, node: Any) -> Any:
 
 
 def _is_causal(value: Any) -> bool:
-    """Returns whether a value is a mask table, whose elements are 0 or hide a score."""
+    """Return whether a value is a mask table, whose elements are 0 or hide a score."""
     value, _ = origin(value, _RESHAPES)
     is_table = is_input(value, TABLE)
     return is_table and _shape(value)[1] == _shape(value)[2]
@@ -193,7 +193,7 @@ def _join(writer: GraphWriter, separate: Node, chain: Sequence[Node]) -> None:
     scores, replacements = _shape(separate), {separate: joined}
 
     def operand(writer: GraphWriter, value: Any) -> Any:
-        """Returns a mask or a number in the shape that broadcasts against merged scores."""
+        """Return a mask or a number in the shape that broadcasts against merged scores."""
         if not isinstance(value, Node) or value in replacements:
             return replacements.get(value, value)
         shape = _joined_shape(_shape(value), scores)

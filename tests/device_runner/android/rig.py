@@ -289,7 +289,7 @@ def _pauses(rig: Rig, bundle: Path) -> bool:
     waited = b'"type":"step"' not in (run / "journal.jsonl").read_bytes()
     zone.write_text("41500\n")
     output = rig.prge("status", "hot", "--wait").stdout
-    return waited and "completed" in output and "going on after a pause" in log.read_text()
+    return waited and "completed" in output and "resuming after a pause" in log.read_text()
 
 
 def _until(is_over: Callable[[], bool], problem: str, seconds: float = 120) -> None:

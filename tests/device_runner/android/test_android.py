@@ -107,7 +107,7 @@ def test_doctor(daemon: Daemon, phone: Path) -> None:
     assert states["loader"] == states["engine"] == states["storage"] == states["folder"] == "ok"
     # Without a battery, the check shows that.
     battery = next(check for check in checks if check["name"] == "battery_percent")
-    assert battery["state"] == "ok" or "can't be read: no battery" in battery["found"]
+    assert battery["state"] == "ok" or "can't be read: no battery" in battery["detail"]
     bare = daemon.prge("doctor", "--folder", phone.with_name("bare"), check=1).stdout
     assert "has no runtime" in bare and "prge android push" in bare
 

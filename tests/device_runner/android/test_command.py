@@ -88,7 +88,7 @@ def test_a_failure_to_list_forwarded_ports_is_an_error(dead_server: None) -> Non
 def folder_check(phone: Phone) -> tuple[str, str, str]:
     """Return state, finding and remedy of the doctor's check of prge's folder."""
     check = next(check for check in examine(phone) if check.name == "folder")
-    return check.state, check.found, check.remedy
+    return check.state, check.detail, check.remedy
 
 
 def test_the_doctor_runs_a_file_of_the_folder(tmp_path: Path, phone: Phone) -> None:
@@ -171,7 +171,7 @@ def test_a_tuning_becomes_a_run_on_the_phone_that_can_generate(
         return 0
 
     monkeypatch.setattr(Phone, "attach", attach)
-    monkeypatch.setattr(Phone, "need_this_driver", lambda self: None)
+    monkeypatch.setattr(Phone, "require_this_driver", lambda self: None)
     monkeypatch.setattr(RemoteFlags, "phone", lambda self: phone)
     assert main(["chat", "mine", "--temperature", "0.5", "--folder", phone.folder]) == 0
     ((arguments, reads, settings),) = calls

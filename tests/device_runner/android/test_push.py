@@ -30,7 +30,7 @@ class Phone:
     def path(self, *parts: str) -> str:
         return "/".join(["/phone", *parts])
 
-    def need_this_driver(self) -> None:
+    def require_this_driver(self) -> None:
         """Accept any driver."""
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from prge.formats.documents import parse_yaml
-from prge.formats.stored_settings import is_own_file, key_path
+from prge.formats.stored_settings import is_signed_file, key_path
 from prge.formats.tune_folder import resolve_bundle
 from tests.bundles import make_bundle
 from tests.device_runner.android.daemons import Daemon, end_jobs
@@ -287,7 +287,7 @@ def test_rows_of_a_tuning_are_sent_only_to_a_server_that_learns(
     assert Path(parse_yaml((there / "config.yaml").read_text())["bundle"]).is_dir()
     # The phone's prge accepts the settings, which are signed with its key; the key stays the same.
     monkeypatch.setenv("XDG_CONFIG_HOME", f"{stopped.folder}/config")
-    assert is_own_file(there / "config.yaml") and resolve_bundle(there).is_dir()
+    assert is_signed_file(there / "config.yaml") and resolve_bundle(there).is_dir()
     assert key_path().stat().st_mode & 0o777 == 0o600
     before = key_path().read_bytes()
     stopped.prge("serve", tuning, *(["--learn"] if learns else []))

@@ -21,7 +21,7 @@ from torch.export import Dim, export
 from prge.engine import Array
 
 WIDTH, HIDDEN, RANK = 32, 64, 4
-MOST_ROWS, MOST_TOKENS = 6, 12
+MAX_ROWS, MAX_TOKENS = 6, 12
 METHODS = ("score", "backward")
 # As a share of the largest value: rounding, and its effect with int8 activations.
 TOLERANCE = {"fp32": 2e-6, "8da4w": 5e-3}
@@ -69,7 +69,7 @@ class LoweredBlocks:
     @property
     def shapes(self) -> list[tuple[int, int]]:
         """Yield the rows and tokens that the methods take."""
-        largest = (MOST_ROWS, MOST_TOKENS)
+        largest = (MAX_ROWS, MAX_TOKENS)
         return [largest, (1, 2), (3, 7), largest] if self.dynamic else [largest]
 
     def assert_right(self, block: int, method: str, inputs: list[Array], result: list[Array]) -> None:
@@ -84,7 +84,7 @@ def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def make_inputs(method: str, rows: int = MOST_ROWS, tokens: int = MOST_TOKENS, seed: int = 0) -> list[Array]:
+def make_inputs(method: str, rows: int = MAX_ROWS, tokens: int = MAX_TOKENS, seed: int = 0) -> list[Array]:
     """Return inputs of a method, by default of the largest shape."""
     random = np.random.default_rng([seed, rows, tokens])
     state = random.standard_normal((rows, tokens, WIDTH), np.float32)
@@ -93,7 +93,7 @@ def make_inputs(method: str, rows: int = MOST_ROWS, tokens: int = MOST_TOKENS, s
     return [state, mask if method == "score" else random.standard_normal(state.shape, np.float32), lora_b]
 
 
-def make_outputs(method: str, rows: int = MOST_ROWS, tokens: int = MOST_TOKENS) -> list[Array]:
+def make_outputs(method: str, rows: int = MAX_ROWS, tokens: int = MAX_TOKENS) -> list[Array]:
     """Allocate memory for a method's outputs."""
     shapes: dict[str, list[tuple[int, ...]]] = {
         "score": [(rows, tokens, WIDTH)],
@@ -160,7 +160,7 @@ def _block(seed: int, scheme: str) -> dict[str, nn.Module]:
 
 
 def _lower(block: dict[str, nn.Module], dynamic: bool) -> Any:
-    rows, tokens = Dim("rows", min=1, max=MOST_ROWS), Dim("tokens", min=2, max=MOST_TOKENS)
+    rows, tokens = Dim("rows", min=1, max=MAX_ROWS), Dim("tokens", min=2, max=MAX_TOKENS)
     state = {0: rows, 1: tokens}
     shapes: dict[str, list[tuple[int, ...]]] = {
         "score": (state, {0: tokens, 1: tokens}, None),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from device_runner.engines import torch_runtime
-from device_runner.engines.backend import Backend, choose
+from device_runner.engines.backend import Backend, choose_backend
 from device_runner.engines.native import runtime as native_runtime
 from prge.errors import EngineError
 from tests.compilers import needs_compiler
@@ -19,12 +19,12 @@ from tests.refusals import raises
 def test_the_native_engine_is_preferred_and_its_absence_has_a_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert choose("auto") == choose("native") == Backend("native")
-    assert choose("torch") == Backend("torch")
+    assert choose_backend("auto") == choose_backend("native") == Backend("native")
+    assert choose_backend("torch") == Backend("torch")
     native_runtime.interface.cache_clear()
     monkeypatch.setenv("PRGE_NATIVE_LIBRARY", str(tmp_path / "nothing.so"))
     try:
-        fallen = choose("auto")
+        fallen = choose_backend("auto")
         assert fallen.name == "torch" and "nothing.so, which is not a file" in fallen.reason
     finally:
         native_runtime.interface.cache_clear()

@@ -121,7 +121,7 @@ def test_an_index_out_of_range_never_reaches_the_program(
     compute(engine, method, call_with(FIRST, good))
     with raises(EngineError, code, containing=value) as caught:
         compute(engine, method, call_with(FIRST, bad))
-    assert caught.value.what.startswith("sequence 1 ")
+    assert caught.value.what.startswith("Sequence 1 ")
     assert engine.calls == 1
 
 

@@ -279,7 +279,7 @@ def long_rows(made_once: FolderBuilder, monkeypatch: pytest.MonkeyPatch) -> Path
     """Return a bundle for rows of up to 160 tokens; rows of more than 64 are computed in chunks."""
     from prge.formats import chain
 
-    monkeypatch.setattr(chain, "MOST_WHOLE_TOKENS", 128)
+    monkeypatch.setattr(chain, "MAX_WHOLE_TOKENS", 128)
     monkeypatch.setattr(chain, "_CHUNK", 64)
     sizes = {"positions": 192, "sequence_length": 160, "context": 160}
 

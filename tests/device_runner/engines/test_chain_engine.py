@@ -177,7 +177,7 @@ def test_calls_are_computed_in_micro_batches(bundle: Bundle, monkeypatch: pytest
     calls = [(role, call_for(bundle, role, 9)) for role in (FORWARD, JVP)]
     before = [bits(computed(engine, role, call)) for role, call in calls]
     for most in (1, 100):
-        monkeypatch.setattr(planning, "STATES_AT_ONCE", most)
+        monkeypatch.setattr(planning, "MAX_HIDDEN_STATES", most)
         assert [bits(computed(engine, role, call)) for role, call in calls] == before
 
 

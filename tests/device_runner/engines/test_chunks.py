@@ -43,7 +43,7 @@ TOKENS, CHUNK = 40, 8
 @pytest.fixture(autouse=True)
 def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute rows of more than two calls' tokens in chunks, later ones in shorter chunks."""
-    monkeypatch.setattr(chain, "MOST_WHOLE_TOKENS", 2 * CHUNK)
+    monkeypatch.setattr(chain, "MAX_WHOLE_TOKENS", 2 * CHUNK)
     monkeypatch.setattr(chain, "_CHUNK", CHUNK)
     monkeypatch.setattr(chain, "_MAX_SCORES", 4 * CHUNK * 20)
     monkeypatch.setattr(chain, "_MIN_CHUNK", 2)

@@ -22,7 +22,7 @@ from tests.refusals import raises
 from tests.templates import random_adapter
 from tests.tiers import second_tier
 
-# Architectures that differ in the engine; tests/server_export/derive/test_past.py covers all graphs.
+# Architectures that differ in the engine; tests/server_export/derive/test_continuation.py covers all graphs.
 ARCHITECTURES = ("gemma2", "gemma3", "opt", "gpt2", "gemma4")
 # In the model's float32 attention, relative to the largest logit; logits of these models reach 10.
 TOLERANCE = 2e-5

@@ -33,7 +33,7 @@ from prge.model_spec import ModelSpec
 from server_export.adapter.layers import default_target_modules, match_target_modules, per_token_layers
 from server_export.checkpoint.loading import load_meta_model, load_model
 from server_export.oracle import TorchEngine
-from server_export.trace.patterns import unread_modules
+from server_export.trace.patterns import unadapted_modules
 from tests.compilers import needs_compiler
 from tests.device_runner.engines.chains import (
     call_of,
@@ -152,7 +152,7 @@ def difference(result: Array, expected: Array) -> float:
 @contextmanager
 def short_chunks() -> Iterator[None]:
     """Compute rows of more than two calls' tokens in chunks, later ones in shorter chunks."""
-    numbers = {"MOST_WHOLE_TOKENS": 2 * CHUNK, "_CHUNK": CHUNK, "_MAX_SCORES": 4 * CHUNK * 20}
+    numbers = {"MAX_WHOLE_TOKENS": 2 * CHUNK, "_CHUNK": CHUNK, "_MAX_SCORES": 4 * CHUNK * 20}
     with pytest.MonkeyPatch.context() as patch:
         for name, number in {**numbers, "_MIN_CHUNK": 2}.items():
             patch.setattr(chain, name, number)
@@ -208,7 +208,7 @@ def design(folder: Path, name: str) -> Case:
     """Return a decoder of another design."""
     make_tiny(name).save_pretrained(folder)
     network: Any = load_meta_model(str(folder)).model
-    unread = unread_modules(network)
+    unread = unadapted_modules(network)
     names = match_target_modules(network, default_target_modules(network, unread), unread)
     # Layers for the outputs of an encoder are never used.
     lora_a = lora_a_of(network, per_token_layers(network, names) or names, 0.3)

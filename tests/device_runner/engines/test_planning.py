@@ -16,7 +16,7 @@ from device_runner.engines.planning import (
     single_adapter_groups,
     slices,
 )
-from prge.engine import STATES_AT_ONCE, IntArray
+from prge.engine import MAX_HIDDEN_STATES, IntArray
 from prge.formats.chain import Bounds
 
 BOUNDS = Bounds(copies=3, batch=4, tokens=300, chunk=100)
@@ -55,8 +55,8 @@ def test_every_sequence_is_in_one_micro_batch_shorter_ones_first(counts: list[in
     assert order == sorted(range(len(counts)), key=lambda number: int(lengths[number]))
     states = [int(lengths[numbers].sum()) * passes for numbers in result]
     for numbers, held, following in zip(result, states, [*result[1:], None], strict=True):
-        assert len(numbers) == 1 or held <= STATES_AT_ONCE
-        assert following is None or held + int(lengths[following[0]]) * passes > STATES_AT_ONCE
+        assert len(numbers) == 1 or held <= MAX_HIDDEN_STATES
+        assert following is None or held + int(lengths[following[0]]) * passes > MAX_HIDDEN_STATES
 
 
 @given(COUNTS, st.data())

@@ -14,7 +14,7 @@ from device_runner.fleet import local_round as local
 from device_runner.fleet import server as opening
 from device_runner.fleet.agreement import Agreement
 from device_runner.fleet.coordinator import Coordinator, RoundReport
-from device_runner.fleet.device import FLEETS, LEDGER, OWN, STATE, DeviceSettings, answer, make_device
+from device_runner.fleet.device import FLEETS, LEDGER, SEED_FILE, STATE, DeviceSettings, answer, make_device
 from device_runner.fleet.messages import RoundTask
 from device_runner.fleet.server import ServerSettings, open_fleet
 from device_runner.fleet.state import unpack_state
@@ -57,7 +57,7 @@ class Fleet:
             "policy": path if policy else None,
         }
         make_device(self.folder / str(node), DeviceSettings(**fields | changes))
-        (self.folder / str(node) / OWN).write_text(json.dumps({"rows_seed": node + 1}))
+        (self.folder / str(node) / SEED_FILE).write_text(json.dumps({"rows_seed": node + 1}))
 
     def settings(self, **changes: Any) -> ServerSettings:
         """Return the settings of a server of this fleet, in `fleet/`."""

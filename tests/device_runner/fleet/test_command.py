@@ -13,7 +13,7 @@ from prge.cli.main import main
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["srve"], "there is no verb 'srve' of prge fleet\n  did you mean `prge fleet serve`?"),
+        (["srve"], "There is no verb 'srve' of prge fleet.\n  Did you mean `prge fleet serve`?"),
         (["serve", "--bundle", "b", "--out", "o"], "give --keys or --insecure, and not both"),
         (
             ["serve", "--bundle", "b", "--out", "o", "--insecure", "--keys", "k"],
@@ -49,7 +49,7 @@ def test_a_fleet_of_an_earlier_version_is_refused(tmp_path: Path, capsys: pytest
     for arguments in (["serve", "--resume", str(tmp_path)], ["status", str(tmp_path)]):
         assert main(["fleet", *arguments]) == 2
         output = capsys.readouterr().err
-        assert "version of prge" in output and "use the version that started the fleet" in output
+        assert "version of prge" in output and "Use the version that started the fleet" in output
 
 
 def test_keys_are_made_and_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -425,7 +425,7 @@ class TestDeviceRefusals:
         assert "the fleet's bundle is" in self._reason(fleet)
         (tmp_path / "own.yaml").write_text(text.replace("Yes", "Never"))
         fleet.join(NODE, task=str(tmp_path / "own.yaml"))
-        assert "the fleet's task is not mine" in self._reason(fleet)
+        assert "the fleet's task is not the device's" in self._reason(fleet)
 
     def test_a_wrong_agreement_or_state_is_refused(self, fleet: Fleet) -> None:
         with open_fleet(fleet.settings()) as server:

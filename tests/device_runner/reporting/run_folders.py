@@ -46,7 +46,7 @@ def write_run(folder: Path, status: str = "completed", steps: int = 40, **train:
             "data": {
                 "train": {
                     "rows": 30, "examples": 31, "tokens": 900, "target_tokens": 870, "longest": 64,
-                    "dropped_target_tokens": 12, "notes": {"ends cut off, not learnt": 2},
+                    "dropped_target_tokens": 12, "notes": {"ends cut off, not trained on": 2},
                 }
             },
             **train,

@@ -49,7 +49,7 @@ def test_tensorboard_reads_all_runs(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_a_run_is_followed_until_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trackers, "LOOK_EVERY", 0.01)
+    monkeypatch.setattr(trackers, "POLL_SECONDS", 0.01)
     run, events = tmp_path / "run", tmp_path / "events"
     run.mkdir()
     with run_lock(run), RunLog(run) as log:

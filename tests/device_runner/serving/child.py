@@ -85,5 +85,5 @@ if __name__ == "__main__":
         print(format_address(listener), flush=True)
         hot = [Cool("--pause-above-celsius", 45)] if sys.argv[5] else []
         pauses = Pauses(hot, Sensors(Path(sys.argv[5])), seconds=0)
-        app = make_app(models, worker, Access(tuple(filter(None, key.split(",")))), feedback, gates=pauses)
+        app = make_app(models, worker, Access(tuple(filter(None, key.split(",")))), feedback, pauses=pauses)
         Server(app, worker, on_stopping=feedback.close).run([listener])

@@ -52,7 +52,7 @@ if __name__ == "__main__":
         Adapter.zeros(bundle.chain.modules),
         tokenizer,
         serve=lambda adapter: None,
-        tell=print_line,
+        log=print_line,
         begin=NumpyRound,
         storage=storage,
     )

@@ -48,7 +48,7 @@ def test_every_name_of_this_machine_is_accepted(host: str) -> None:
 def test_other_names_are_refused(host: str) -> None:
     """Other names are refused even if other machines may connect: their owner can point them here."""
     assert status(host=host) == 403
-    # Numeric addresses cannot be rebound by DNS.
+    # Numeric addresses can't be rebound by DNS.
     is_address = host in ("[::2]:8000", "10.0.0.1", "[::ffff:8.8.8.8]")
     for path in ("/", "/health", "/page/app.js", "/v1/runs/events", "/v1/completions"):
         assert status(OTHERS, path=path, host=host) == (0 if is_address else 403)

@@ -38,8 +38,8 @@ def make(path: Path, messages: list[str]) -> Iterator[Make]:
     """Return a Feedback that remembers a completion for each of some prompts."""
     with ThreadPoolExecutor(1) as storage:
 
-        def make_feedback(*answers: str, most_bytes: int = 1 << 20, prompt: str = "a dog") -> Feedback:
-            file = FeedbackFile(path, make_examples(), storage, most_bytes)
+        def make_feedback(*answers: str, max_bytes: int = 1 << 20, prompt: str = "a dog") -> Feedback:
+            file = FeedbackFile(path, make_examples(), storage, max_bytes)
             feedback = Feedback(file, messages.append)
             parsed = ParsedRequest("m", (), (prompt,), 1, (), SamplingSettings(), 1, False, False)
             for number, answer in enumerate(answers):
@@ -90,7 +90,7 @@ def test_a_client_has_an_hourly_quota_of_its_own(
     make: Make, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     feedback = make(*[" b"] * 20, prompt="word " * 100)
-    monkeypatch.setattr(module, "MOST_OF_CLIENT", 1500)
+    monkeypatch.setattr(module, "MAX_OF_CLIENT", 1500)
     result = [store(feedback, str(number), rating="good") for number in range(5)]
     assert [status for status, _ in result] == [200, 200, 429, 429, 429] and "wait 3600 seconds" in result[2][
         1
@@ -104,7 +104,7 @@ def test_a_client_has_an_hourly_quota_of_its_own(
 
 
 def test_a_file_has_a_size_limit(make: Make, path: Path, messages: list[str]) -> None:
-    feedback = make(*[" b"] * 9, most_bytes=500)
+    feedback = make(*[" b"] * 9, max_bytes=500)
     statuses = [store(feedback, str(number), rating="good")[0] for number in range(9)]
     assert set(statuses) == {200, 507} and path.stat().st_size <= 500
     status, message = store(feedback, "8", rating="good")

@@ -116,7 +116,7 @@ class Workspace:
             start or Adapter.zeros(bundle.chain.modules),
             tokenizer,
             serve=self.served.append,
-            tell=self.messages.append,
+            log=self.messages.append,
             begin=self.begin,
             storage=ThreadPoolExecutor(1),
         )
@@ -626,7 +626,7 @@ def test_learning_waits_for_a_charger(workspace: Workspace, monkeypatch: pytest.
     assert workspace.messages == ["learning: paused, not charging: it waits for a charger"]
     take_round(learning)
     assert learning.history()[-1]["status"] == "served"
-    assert workspace.messages[1].startswith("learning: going on after a pause of ")
+    assert workspace.messages[1].startswith("learning: resuming after a pause of ")
 
 
 def test_the_process_of_a_round_does_not_count_as_other_use(workspace: Workspace) -> None:

@@ -97,7 +97,7 @@ def test_an_unread_body_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_longest_idle_connection_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listening, "MOST_CONNECTIONS", 3)
+    monkeypatch.setattr(listening, "MAX_CONNECTIONS", 3)
     monkeypatch.setattr(listening, "SECONDS_TO_BEGIN", 3)
     waiting = [sends(b"GET /health HTTP/1.1\r\n") for _ in range(5)]
     *idle, newest = served(*waiting, sends(HEALTH.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")))

@@ -114,7 +114,7 @@ def test_hours_follow_a_clock_that_jumps(monkeypatch: pytest.MonkeyPatch) -> Non
     why = "not the time: it is 12:00, it waits for 22:00-07:00"
     assert reason_and_messages(pauses) == (why, [f"paused, {why}"])
     now[0] = 6 * 60 + 59
-    assert reason_and_messages(pauses) == ("", ["going on after a pause of 0 s"])
+    assert reason_and_messages(pauses) == ("", ["resuming after a pause of 0 s"])
     now[0] = 7 * 60
     assert reason_and_messages(pauses)[0].startswith("not the time: it is 07:00")
 
@@ -173,7 +173,7 @@ def test_another_machine_is_idle_while_others_take_few_cores(
     passed(5, others=0.4)
     assert reason_and_messages(pauses)[0] == "in use: other programs use 0.4 cores, the limit is 0.25"
     passed(5, others=0.2)
-    assert reason_and_messages(pauses) == ("", ["going on after a pause of 0 s"])
+    assert reason_and_messages(pauses) == ("", ["resuming after a pause of 0 s"])
 
 
 def test_a_machine_whose_load_is_not_readable_is_refused(tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def test_a_hot_phone_pauses_until_it_is_clearly_cooler(system: Path) -> None:
     check_that_it_waits_for(pauses, observer, cool)
     assert observer.texts[0] == "paused, too hot: 40.0 degrees Celsius, the limit is 39"
     assert observer.waited == ["too hot: 40.0 degrees Celsius, the limit is 39"]
-    assert "going on after a pause" in observer.texts[1] and observer.paused > 0.15
+    assert "resuming after a pause" in observer.texts[1] and observer.paused > 0.15
 
 
 def test_a_low_charge_is_a_reason_to_pause(system: Path) -> None:

@@ -73,12 +73,12 @@ class Run:
 
     def __init__(self, folder: Path, prompts: list[SamplePrompt], every: int, step: int = 0) -> None:
         settings = RunSettings(bundle=folder, train=folder, out=folder / "run", steps=10, quiet=True)
-        self.watcher = RunMonitor(settings, step, lambda step: step, lambda: ({}, {}))
+        self.monitor = RunMonitor(settings, step, lambda step: step, lambda: ({}, {}))
         adapter = make_adapter()
         self.state = TrainingState(adapter, make_optimizer("sgd", adapter.size))
         self.generator = Generator(NumpyGenerationEngine(slots=2), TOKENIZER)
         self.go_to(step)
-        self.samples = Samples(TextAnswerer(prompts, self.generator), self.state, every, self.watcher)
+        self.samples = Samples(TextAnswerer(prompts, self.generator), self.state, every, self.monitor)
 
     def go_to(self, step: int) -> None:
         self.state.progress.step = step
@@ -97,7 +97,7 @@ def start(tmp_path: Path) -> Callable[..., Run]:
 
 
 def written(run: Run) -> list[dict[str, Any]]:
-    lines = (run.watcher.settings.out / SAMPLES).read_text().splitlines()
+    lines = (run.monitor.settings.out / SAMPLES).read_text().splitlines()
     return [json.loads(line) for line in lines]
 
 
@@ -114,7 +114,7 @@ def test_samples_before_during_and_after(start: Callable[..., Run]) -> None:
     assert records[5]["text"] == Generator(NumpyGenerationEngine(), TOKENIZER).generate([request])[0].text
     assert records[1]["text"] != records[5]["text"]
     assert run.samples.summary() == {"before": records[:2], "after": records[-2:]}
-    assert "step 4: 'the film' -> " in (run.watcher.settings.out / "log.txt").read_text()
+    assert "step 4: 'the film' -> " in (run.monitor.settings.out / "log.txt").read_text()
     assert run.generator.engine.open_count == 0  # type: ignore[attr-defined]
 
 
@@ -129,7 +129,7 @@ def test_a_resumed_run_has_the_samples_of_an_uninterrupted_run(start: Callable[.
     run = start()
     run.take_steps(6)
     run.samples.take()
-    path = run.watcher.settings.out / SAMPLES
+    path = run.monitor.settings.out / SAMPLES
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) - lost])
     # From the checkpoint of step 3, through steps in the journal.

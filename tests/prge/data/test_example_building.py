@@ -98,7 +98,7 @@ def test_completion_that_a_token_would_join_to_its_prompt() -> None:
     examples, report = build_examples(data, TOKENIZER, spec())
     assert trained_text(examples[0], TOKENIZER) == "great</s>"
     assert (
-        "  completions encoded apart, a token would straddle the end of the prompt: 1 row (1)"
+        "  completions tokenized separately, as a token would span the end of the prompt: 1 row (1)"
         in report.summary()
     )
 
@@ -159,7 +159,7 @@ def test_a_chat_that_is_too_long_is_split_between_turns() -> None:
     assert [each.sequences for each in cut] == [examples[1].sequences] and cut[0].cut
     assert report.dropped == len(examples[0].sequences[0].targets)
     assert (
-        "chats without their older turns, not learnt: 1 row (1); --overflow split keeps them"
+        "chats without their older turns, not trained on: 1 row (1); --overflow split keeps them"
         in report.summary()
     )
     assert problems_of(rows({"messages": chat}), tokenizer, small)
@@ -391,7 +391,7 @@ def test_long_text_is_refused_cut_or_split() -> None:
     ]
     cut, report = build_examples(data, TOKENIZER, small, options=TRUNCATE)
     assert [format_sample(each, TOKENIZER) for each in cut] == ["row 1\n  <s>[the][ film][ was][ a][ cat]"]
-    assert "ends cut off, not learnt: 1 row (1); --overflow split keeps them, or" in report.summary()
+    assert "ends cut off, not trained on: 1 row (1); --overflow split keeps them, or" in report.summary()
     split, report = build_examples(data, TOKENIZER, small, options=SPLIT)
     assert [format_sample(each, TOKENIZER)[8:] for each in split] == [
         "<s>[the][ film][ was][ a][ cat]",
@@ -405,7 +405,7 @@ def test_completion_keeps_half_the_program_for_its_prompt() -> None:
     data = rows({"prompt": "the film was a cat on a mat", "completion": " and a dog was bad and good"})
     [example], report = build_examples(data, TOKENIZER, spec(sequence_length=8), options=TRUNCATE)
     assert format_sample(example, TOKENIZER) == "row 1\n  <s> on a mat[ and][ a][ dog][ was]"
-    assert set(report.notes) == {"prompts cut at the beginning", "ends cut off, not learnt"}
+    assert set(report.notes) == {"prompts cut at the beginning", "ends cut off, not trained on"}
 
 
 def test_split_completion() -> None:

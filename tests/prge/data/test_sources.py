@@ -176,7 +176,7 @@ def test_unknown_names_of_columns_are_refused(
     path = write("a.jsonl", '{"question": "q", "prompt": "p", "completion": "c"}\n')
     with raises(ConfigError, "columns-unusable", containing=named) as caught:
         read_source(path, columns=columns, task=load_task(task) if task else None)
-    assert "before the = stands one of" in caught.value.remedy
+    assert "Before the = stands one of" in caught.value.remedy
 
 
 def test_a_missing_column_is_refused(write: Write) -> None:

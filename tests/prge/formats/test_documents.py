@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from prge.formats.documents import (
     DEEPEST,
-    MOST_JSON_BYTES,
-    MOST_YAML_BYTES,
+    MAX_JSON_BYTES,
+    MAX_YAML_BYTES,
     DocumentError,
     parse_json,
     parse_json_values,
@@ -126,10 +126,10 @@ def test_documents_are_read_up_to_a_depth() -> None:
 
 def test_a_file_that_is_too_large_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "large"
-    path.write_bytes(b" " * MOST_JSON_BYTES + b"1")
-    with raises(DocumentError, "document-too-large", containing=str(MOST_JSON_BYTES + 1)):
+    path.write_bytes(b" " * MAX_JSON_BYTES + b"1")
+    with raises(DocumentError, "document-too-large", containing=str(MAX_JSON_BYTES + 1)):
         read_json(path)
-    with raises(DocumentError, "document-too-large", containing=str(MOST_YAML_BYTES)):
+    with raises(DocumentError, "document-too-large", containing=str(MAX_YAML_BYTES)):
         read_yaml(path)
 
 
@@ -143,11 +143,11 @@ def test_reading_does_not_block_on_special_files(tmp_path: Path, file_type: str)
 
 
 WORST = {
-    "json lists": "[" + "[]," * ((MOST_JSON_BYTES - 8) // 3) + "[]]",
-    "json mappings": "[" + "{}," * ((MOST_JSON_BYTES - 8) // 3) + "{}]",
-    "json numbers": "[" + "1e9," * ((MOST_JSON_BYTES - 8) // 4) + "1]",
+    "json lists": "[" + "[]," * ((MAX_JSON_BYTES - 8) // 3) + "[]]",
+    "json mappings": "[" + "{}," * ((MAX_JSON_BYTES - 8) // 3) + "{}]",
+    "json numbers": "[" + "1e9," * ((MAX_JSON_BYTES - 8) // 4) + "1]",
     "json keys": "{" + ",".join(f'"{n:x}":0' for n in range(180_000)) + "}",
-    "yaml lists": "[" + "[]," * ((MOST_YAML_BYTES - 8) // 3) + "[]]",
+    "yaml lists": "[" + "[]," * ((MAX_YAML_BYTES - 8) // 3) + "[]]",
     "yaml keys": "".join(f"{n:x}: 1\n" for n in range(7_000)),
     "yaml bomb": BOMB,
 }

@@ -329,7 +329,7 @@ def test_a_full_disk_leaves_the_old_folder(tmp_path: Path, template: Path) -> No
             print(error)
     """)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert "can't be written" in done.stdout and "free some storage" in done.stdout, done
+    assert "can't be written" in done.stdout and "Free some storage" in done.stdout, done
     assert np.array_equal(read_peft(tmp_path / "out", MODULES).values, some_adapter(1).values)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "template"]
 

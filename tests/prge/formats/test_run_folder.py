@@ -172,7 +172,7 @@ def test_a_full_disk_is_reported_with_the_folder_and_keeps_complete_lines(tmp_pa
         [sys.executable, "-c", code, str(tmp_path)], check=True, capture_output=True, text=True, timeout=60
     )
     assert str(tmp_path) in child.stdout
-    assert "free some storage" in child.stdout
+    assert "Free some storage" in child.stdout
     assert (tmp_path / METRICS).stat().st_size == 100 > 3 * len('{"event": "step", "step": 0}\n')
     assert [record["step"] for record in read_metrics(tmp_path)] == [0, 1, 2]
 

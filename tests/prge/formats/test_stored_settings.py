@@ -14,8 +14,8 @@ from prge.errors import RunError
 from prge.formats.documents import parse_yaml
 from prge.formats.stored_settings import (
     check_links,
+    has_own_signature,
     is_outside,
-    is_own,
     key_path,
     new_key,
     parse_key,
@@ -37,7 +37,7 @@ def test_only_unchanged_settings_are_recognized(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     write_settings(path, TEXT)
     content = path.read_bytes()
-    assert is_own(content, "config.yaml") and parse_yaml(content) == parse_yaml(TEXT)
+    assert has_own_signature(content, "config.yaml") and parse_yaml(content) == parse_yaml(TEXT)
     line = content[len(TEXT) :]
     forged = [
         TEXT.encode(),
@@ -50,25 +50,25 @@ def test_only_unchanged_settings_are_recognized(tmp_path: Path) -> None:
         line,
         TEXT.encode() + b"# signed by prge: " + b"0" * 64 + b"\n",
     ]
-    assert not any(is_own(each, "config.yaml") for each in forged)
-    assert not is_own(content, "device.yaml")
+    assert not any(has_own_signature(each, "config.yaml") for each in forged)
+    assert not has_own_signature(content, "device.yaml")
 
 
 def test_the_key_is_private_and_created_once(own_home: Path) -> None:
-    assert not is_own(TEXT.encode(), "a") and not key_path().exists()
+    assert not has_own_signature(TEXT.encode(), "a") and not key_path().exists()
     first = sign(TEXT, "a")
     assert stat.S_IMODE(key_path().stat().st_mode) == 0o600
     assert stat.S_IMODE(key_path().parent.stat().st_mode) == 0o700
     assert sign(TEXT, "a") == first and [*key_path().parent.iterdir()] == [key_path()]
     key_path().unlink()
-    assert not is_own(first, "a")
+    assert not has_own_signature(first, "a")
 
 
 def is_own_in_another_process(path: Path, **environment: str) -> bool:
     """Return whether another process, with this or another environment, recognizes a file."""
     script = (
-        "import pathlib, sys; from prge.formats.stored_settings import is_own;"
-        "print(is_own(pathlib.Path(sys.argv[1]).read_bytes(), 'a'))"
+        "import pathlib, sys; from prge.formats.stored_settings import has_own_signature;"
+        "print(has_own_signature(pathlib.Path(sys.argv[1]).read_bytes(), 'a'))"
     )
     command, given = [sys.executable, "-c", script, str(path)], {**os.environ, **environment}
     output = subprocess.run(command, env=given, check=True, capture_output=True, text=True).stdout
@@ -97,7 +97,7 @@ def test_without_a_key_a_process_recognizes_its_own_settings(
     else:
         key_path().symlink_to("/dev/zero")
     content = sign(TEXT, "a")
-    assert is_own(content, "a")
+    assert has_own_signature(content, "a")
     (tmp_path / "a").write_bytes(content)
     assert not is_own_in_another_process(tmp_path / "a", HOME=str(tmp_path))
 
@@ -108,16 +108,16 @@ def test_a_key_is_created_without_hard_links(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(os, "link", refuse)
     content = sign(TEXT, "a")
-    assert parse_key(key_path().read_bytes()) and is_own(content, "a")
+    assert parse_key(key_path().read_bytes()) and has_own_signature(content, "a")
 
 
 def test_settings_can_be_signed_for_another_machine() -> None:
     key = new_key()
     content = sign(TEXT, "a", key)
-    assert not is_own(content, "a")
+    assert not has_own_signature(content, "a")
     sign(TEXT, "a")
     key_path().write_bytes(key + b"\n")
-    assert is_own(content, "a")
+    assert has_own_signature(content, "a")
 
 
 def test_values_outside_of_the_folder_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ def test_a_tuning_of_an_existing_bundle(tmp_path: Path) -> None:
 
 def test_the_missing_part_of_an_unfinished_tuning_is_named(tmp_path: Path) -> None:
     folder = tuning(tmp_path / "mine")
-    finish = f"finish it with `prge tune --resume {folder}`"
+    finish = f"Finish it with `prge tune --resume {folder}`."
     for read, part in ((resolve_bundle, "bundle"), (open_bundle, "bundle"), (resolve_run, "run")):
         with raises(RunError, "tuning-unfinished", containing=part) as caught:
             read(folder)

@@ -6,41 +6,41 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prge.generation.drafts import Lookup
+from prge.generation.drafts import PromptLookup
 
 TOKENS = st.lists(st.integers(0, 3), max_size=40)
 
 
 def test_a_draft_is_what_followed_the_same_tokens() -> None:
-    assert Lookup([5, 6, 7, 8, 9, 1, 5, 6, 7]).draft(8) == [8, 9]
+    assert PromptLookup([5, 6, 7, 8, 9, 1, 5, 6, 7]).draft(8) == [8, 9]
 
 
 def test_the_longest_n_gram_and_then_its_latest_occurrence_decide() -> None:
-    assert Lookup([9, 1, 2, 3, 9, 1, 2, 4, 9, 1, 2]).draft(1) == [4]
-    trusted = Lookup([9, 1, 2, 3, 8, 1, 2, 4, 9, 1, 2])
+    assert PromptLookup([9, 1, 2, 3, 9, 1, 2, 4, 9, 1, 2]).draft(1) == [4]
+    trusted = PromptLookup([9, 1, 2, 3, 8, 1, 2, 4, 9, 1, 2])
     trusted.note(2, 2)
     assert trusted.draft(1) == [3]
 
 
 def test_two_tokens_are_enough_after_a_draft_that_was_right() -> None:
-    lookup = Lookup([1, 2, 3, 1, 2])
+    lookup = PromptLookup([1, 2, 3, 1, 2])
     assert lookup.draft(1) == []
     lookup.note(2, 2)
     assert lookup.draft(1) == [3]
 
 
 def test_a_draft_can_repeat_its_own_tokens() -> None:
-    assert Lookup([1, 2, 1, 2, 1]).draft(2) == [2, 1]
-    assert Lookup([7, 7, 7, 7]).draft(2) == [7, 7]
+    assert PromptLookup([1, 2, 1, 2, 1]).draft(2) == [2, 1]
+    assert PromptLookup([7, 7, 7, 7]).draft(2) == [7, 7]
 
 
 @pytest.mark.parametrize("tokens", [[], [1], [1, 2], [1, 2, 3, 4]])
 def test_there_is_no_draft_without_an_earlier_occurrence(tokens: list[int]) -> None:
-    assert Lookup(tokens).draft(8) == []
+    assert PromptLookup(tokens).draft(8) == []
 
 
 def test_drafts_grow_while_they_are_right() -> None:
-    lookup, sizes = Lookup([1, 2] * 20), []
+    lookup, sizes = PromptLookup([1, 2] * 20), []
     for _ in range(5):
         sizes.append(len(lookup.draft(100)))
         lookup.note(sizes[-1], sizes[-1])
@@ -49,7 +49,7 @@ def test_drafts_grow_while_they_are_right() -> None:
 
 
 def test_wrong_drafts_pause_longer_each_time() -> None:
-    lookup, pauses = Lookup([1, 2] * 20), []
+    lookup, pauses = PromptLookup([1, 2] * 20), []
     for _ in range(6):
         pause = 0
         while not (draft := lookup.draft(8)):
@@ -65,9 +65,9 @@ def test_wrong_drafts_pause_longer_each_time() -> None:
 
 @given(TOKENS, TOKENS, st.integers(1, 8))
 def test_prompt_and_pushed_tokens_are_treated_alike(first: list[int], more: list[int], most: int) -> None:
-    grown = Lookup(first)
+    grown = PromptLookup(first)
     for token in more:
         grown.push(token)
     draft = grown.draft(most)
-    assert draft == Lookup(first + more).draft(most)
+    assert draft == PromptLookup(first + more).draft(most)
     assert len(draft) <= most

@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 from prge.data.tokenization.tokenizer import Tokenizer
 from prge.errors import ConfigError, DataError, EngineError
 from prge.formats.adapter import Adapter
-from prge.generation.loop import FED_AT_ONCE, Completion, GenerationSettings, Generator, Request, Sharing
+from prge.generation.loop import (
+    MAX_PREFILL_TOKENS,
+    Completion,
+    GenerationSettings,
+    Generator,
+    Request,
+    Sharing,
+)
 from prge.generation.prompts import Prompt
 from prge.generation.sampling import SamplingSettings, TokenSampler
 from prge.generation.text_stream import TextStream
@@ -123,10 +130,10 @@ def test_a_long_prompt_is_prefilled_in_chunks_while_others_continue() -> None:
     generator = Generator(engine, TOKENIZER)
     short = generator.submit(make_request(max_tokens=50))
     generator.work()
-    long = generator.submit(make_request([1, *[7] * (2 * FED_AT_ONCE)]))
+    long = generator.submit(make_request([1, *[7] * (2 * MAX_PREFILL_TOKENS)]))
     finished(generator)
     lengths = [len(call) for call in engine.calls]
-    assert lengths[:7] == [3, FED_AT_ONCE, 1, FED_AT_ONCE, 1, 1, 1]
+    assert lengths[:7] == [3, MAX_PREFILL_TOKENS, 1, MAX_PREFILL_TOKENS, 1, 1, 1]
     assert list(long.wait(0).tokens) == alone(long.request)
     assert list(short.wait(0).tokens) == alone(short.request)
 
@@ -481,7 +488,7 @@ def test_a_text_that_repeats_itself_takes_fewer_calls() -> None:
 
 def test_an_engine_that_cannot_rewind_gets_no_drafts() -> None:
     engine = NumpyGenerationEngine(vocabulary_size=10)
-    engine.most_checked = 0
+    engine.max_checked = 0
     request = make_request([3, 4, 5] * 4, max_tokens=40, draft="lookup")
     (answer,) = Generator(engine, TOKENIZER).generate([request])
     assert answer.drafted == 0

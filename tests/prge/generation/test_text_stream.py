@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 
 from prge.data.tokenization.tokenizer import Tokenizer
-from prge.generation.text_stream import MOST_HELD, REPLACEMENT, TextStream
+from prge.generation.text_stream import MAX_HELD, REPLACEMENT, TextStream
 from tests.prge.data.tiny_tokenizers import byte_fallback_backend, byte_level_backend, prefixed_backend
 
 TEXTS = st.text(st.sampled_from("ab cé你😀\n the film was"), max_size=30)
@@ -87,8 +87,8 @@ def test_a_character_that_never_becomes_whole_ends_as_the_replacement_character(
 def test_bytes_that_are_no_text_are_shown_after_a_while() -> None:
     tokenizer = tokenizers()["byte fallback"]
     stream = TextStream(tokenizer)
-    shown = [stream.push(token) for token in byte_tokens(b"\xff" * MOST_HELD)]
-    assert shown == [*[""] * (MOST_HELD - 1), REPLACEMENT * MOST_HELD]
+    shown = [stream.push(token) for token in byte_tokens(b"\xff" * MAX_HELD)]
+    assert shown == [*[""] * (MAX_HELD - 1), REPLACEMENT * MAX_HELD]
     assert "".join(stream.push(token) for token in byte_tokens("你".encode())) == "你"
 
 
@@ -169,5 +169,5 @@ def test_a_token_costs_the_same_however_long_the_text_is(monkeypatch: pytest.Mon
     stream = TextStream(tokenizer, ["never there"], before=byte_tokens(b"\xff" * 5000))
     for token in byte_tokens("ab 你 never\n".encode() * 100 + b"\xff" * 100):
         stream.push(token)
-    assert max(decoded) <= 2 * MOST_HELD
+    assert max(decoded) <= 2 * MAX_HELD
     assert len(decoded) < 3 * 1600

@@ -32,7 +32,7 @@ from prge.training.estimators.directions import DirectionSampler
 from prge.training.estimators.exact import Exact
 from prge.training.estimators.protocol import Estimator, Step
 from prge.training.estimators.tangents import TangentEstimator
-from prge.training.evaluation import displacement, evaluate
+from prge.training.evaluation import displacement_warning, evaluate
 from prge.training.sampler import Sampler
 from tests.numpy_engine import NumpyEngine
 from tests.refusals import raises
@@ -242,16 +242,16 @@ def test_an_evaluation_of_preferences_has_figures(name: str) -> None:
     chosen = [each for each in moved if each.liked is not False]
     lengths = np.array([len(each.sequences[0].targets) for each in chosen])
     assert result["chosen_change"] == pytest.approx(-0.5 * lengths.mean())
-    assert displacement(result)
+    assert displacement_warning(result)
 
 
 def test_a_warning_for_chosen_rows_that_became_less_likely() -> None:
-    assert displacement({"chosen_change": 0.0, "rejected_change": -9.0}) == ""
-    assert displacement({}) == ""
-    aside = displacement({"chosen_change": -1.0, "rejected_change": -9.0})
+    assert displacement_warning({"chosen_change": 0.0, "rejected_change": -9.0}) == ""
+    assert displacement_warning({}) == ""
+    aside = displacement_warning({"chosen_change": -1.0, "rejected_change": -9.0})
     assert aside.endswith("fell by 1 since the start (likelihood displacement)")
-    assert "harms what is chosen" in displacement({"chosen_change": -6.0, "rejected_change": -9.0})
-    assert "harms" not in displacement({"chosen_change": -1.0})
+    assert "harms what is chosen" in displacement_warning({"chosen_change": -6.0, "rejected_change": -9.0})
+    assert "harms" not in displacement_warning({"chosen_change": -1.0})
 
 
 def test_a_loss_without_its_reference_is_refused() -> None:

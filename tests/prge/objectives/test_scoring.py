@@ -24,7 +24,7 @@ def test_the_size_of_calls_does_not_change_scores(
     adapter = make_nonzero_adapter(NumpyEngine())
     reference = [score(NumpyEngine(), adapter, [example]) for example in examples]
     engine = NumpyEngine()
-    monkeypatch.setattr(evaluation, "SCORED_TOKENS", tokens)
+    monkeypatch.setattr(evaluation, "MAX_SCORING_TOKENS", tokens)
     result = score(engine, adapter, examples)
     np.testing.assert_allclose(result.losses, [each.losses[0] for each in reference], rtol=1e-9)
     assert result.predictions.tolist() == [each.predictions[0] for each in reference]
@@ -36,7 +36,7 @@ def test_an_example_may_have_more_candidates_than_are_scored_at_once(monkeypatch
     adapter = make_nonzero_adapter(NumpyEngine())
     whole = score(NumpyEngine(), adapter, [example])
     engine = NumpyEngine()
-    monkeypatch.setattr(evaluation, "SCORED_TOKENS", 7)
+    monkeypatch.setattr(evaluation, "MAX_SCORING_TOKENS", 7)
     result = score(engine, adapter, [example])
     assert [len(sequences) for sequences in engine.computed] == [2, 2, 2, 2, 1]
     np.testing.assert_allclose(result.scores[0], whole.scores[0], rtol=1e-9)
@@ -56,7 +56,7 @@ def test_encoder_with_a_fitted_head() -> None:
 def test_rows_of_similar_length_are_computed_together_and_results_are_in_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(evaluation, "SCORED_TOKENS", 13)
+    monkeypatch.setattr(evaluation, "MAX_SCORING_TOKENS", 13)
     engine = NumpyEngine(encoder=True)
     examples = [
         classification(row, [1] * length, 2, row % 2) for row, length in enumerate((2, 7, 3, 1, 6), 1)
@@ -71,7 +71,7 @@ def test_rows_of_similar_length_are_computed_together_and_results_are_in_order(
 
 
 def test_progress_counts_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluation, "SCORED_TOKENS", 12)
+    monkeypatch.setattr(evaluation, "MAX_SCORING_TOKENS", 12)
     examples = [*random_completions(3), long_choice(4, [1], [[2, 3], [4, 5, 6]], 0)]
     for scored in (score, with_reference_scores):
         done: list[int] = []

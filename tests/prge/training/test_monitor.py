@@ -23,15 +23,15 @@ def test_the_summary_has_the_reasons_and_durations_of_pauses(tmp_path: Path) -> 
         return summary["run"]["status"], summary["run"]["waits_for"], summary["train"]["paused_seconds"]
 
     settings = TrainingFlags(bundle=tmp_path, train=tmp_path, out=tmp_path, steps=10, quiet=True)
-    with RunMonitor(settings, 0, lambda step: step, lambda: ({}, {})) as watcher:
+    with RunMonitor(settings, 0, lambda step: step, lambda: ({}, {})) as monitor:
         assert message() == ("running", None, 0)
-        watcher.on_wait("too hot: 40.0 degrees Celsius, the limit is 39")
+        monitor.on_wait("too hot: 40.0 degrees Celsius, the limit is 39")
         assert message() == ("running", "too hot: 40.0 degrees Celsius, the limit is 39", 0)
-        watcher.on_wait("not charging: it waits for a charger")
+        monitor.on_wait("not charging: it waits for a charger")
         assert message()[1] == "not charging: it waits for a charger"
-        watcher.on_pause(2.5)
+        monitor.on_pause(2.5)
         assert message() == ("running", None, 2.5)
-        watcher.on_wait("not charging: it waits for a charger")
+        monitor.on_wait("not charging: it waits for a charger")
     assert message() == ("stopped early", None, 2.5)
 
 
@@ -43,16 +43,16 @@ def test_the_best_step_is_shown_with_the_figure_that_selected_it(
     for select, shown in (("metric", ("best dev perplexity", 4.5)), ("loss", ("best dev loss", 1.25))):
         out = tmp_path / select
         settings = TrainingFlags(bundle=out, train=out, out=out, steps=10, quiet=True, select=select)  # type: ignore[arg-type]
-        with RunMonitor(settings, 0, lambda step: step, lambda: ({}, {})) as watcher:
+        with RunMonitor(settings, 0, lambda step: step, lambda: ({}, {})) as monitor:
             for step, loss in ((0, 2.0), (2, 1.5), (4, 1.25), (6, 1.75)):
                 value = -4.5 if select == "metric" else -loss
                 record = {"step": step, "loss": loss, "perplexity": 4.5, "value": value}
-                watcher.on_evaluation(record, True)
+                monitor.on_evaluation(record, True)
             monkeypatch.setattr(
-                watcher.progress, "update", lambda done, tokens, **given: result.update(given)
+                monitor.progress, "update", lambda done, tokens, **given: result.update(given)
             )
             step_record = {"step": 6, "loss": 3.0, "tokens": 8, "rows": [1]}
-            watcher.on_step(step_record, Measurement(3.0, np.zeros(1), None, 0.0))
+            monitor.on_step(step_record, Measurement(3.0, np.zeros(1), None, 0.0))
             assert result["loss"] == 3.0 and shown in result.items()
         assert read_json(out / SUMMARY)["train"]["best"]["step"] == 4
 
@@ -82,11 +82,11 @@ def test_a_signal_ends_the_run_after_its_step_and_a_second_one_at_once(
     settings = TrainingFlags(bundle=tmp_path, train=tmp_path, out=tmp_path, steps=10, quiet=True)
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {each: signal.getsignal(each) for each in numbers}
-    with RunMonitor(settings, 0, lambda step: step, lambda: ({}, {})) as watcher:
+    with RunMonitor(settings, 0, lambda step: step, lambda: ({}, {})) as monitor:
         try:
-            with graceful_stop(watcher):
+            with graceful_stop(monitor):
                 os.kill(os.getpid(), number)
-                assert watcher.stopped
+                assert monitor.stopped
                 with pytest.raises(KeyboardInterrupt):
                     os.kill(os.getpid(), number)
         finally:
@@ -99,9 +99,9 @@ def test_a_run_started_with_nohup_ignores_the_end_of_its_terminal(tmp_path: Path
     settings = TrainingFlags(bundle=tmp_path, train=tmp_path, out=tmp_path, steps=10, quiet=True)
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with RunMonitor(settings, 0, lambda step: step, lambda: ({}, {})) as watcher, graceful_stop(watcher):
+        with RunMonitor(settings, 0, lambda step: step, lambda: ({}, {})) as monitor, graceful_stop(monitor):
             os.kill(os.getpid(), signal.SIGHUP)
-            assert not watcher.stopped
+            assert not monitor.stopped
     finally:
         signal.signal(signal.SIGHUP, before)
 
@@ -110,8 +110,8 @@ def test_control_characters_of_rows_are_escaped_on_the_terminal_and_in_the_log(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = TrainingFlags(bundle=tmp_path, train=tmp_path, out=tmp_path, steps=10)
-    with RunMonitor(settings, 0, lambda step: step, lambda: ({}, {})) as watcher:
-        watcher.note("row 1\n  a\x1b]0;title\x07 \x9b31m\tb\r\x85c")
+    with RunMonitor(settings, 0, lambda step: step, lambda: ({}, {})) as monitor:
+        monitor.note("row 1\n  a\x1b]0;title\x07 \x9b31m\tb\r\x85c")
     shown = "row 1\n  a\\x1b]0;title\\x07 \\x9b31m\tb\\r\\x85c\n"
     assert shown in capsys.readouterr().err
     log = (tmp_path / LOG).read_text(encoding="utf-8")

@@ -39,7 +39,7 @@ def test_a_part_without_a_case_is_a_failure() -> None:
     report = Report(seed=0, minutes=1.0)
     report.add([Case("a", Verdict.REFUSED, part="files", memory=5_000_000)], Counter())
     report.need_cases(["files"])
-    assert not report.failures and report.to_json()["parts"]["files"]["most_memory_mb"] == 5
+    assert not report.failures and report.to_json()["parts"]["files"]["max_memory_mb"] == 5
     report.need_cases(["files", "inputs"])
     assert [(failure.part, failure.verdict) for failure in report.failures] == [("inputs", Verdict.UNTRIED)]
     assert report.to_json()["untried"] == 1

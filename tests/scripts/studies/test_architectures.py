@@ -10,7 +10,7 @@ import architectures
 import pytest
 
 from prge.errors import PrgeError
-from server_export.ir.plain import unknown_operators
+from server_export.ir.decomposition import unknown_operators
 from server_export.settings import ExportConfig
 from server_export.source import open_source
 from tests.compilers import needs_compiler
@@ -34,7 +34,7 @@ FIGURES: dict[str, Any] = {
     "exported": True,
     "gradient_error": 1e-7,
     "tangent_error": 1e-6,
-    "spoke": True,
+    "generates": True,
     "published": True,
     "code": None,
     "why_not": None,
@@ -45,7 +45,7 @@ FIGURES: dict[str, Any] = {
 }
 RECORDED: dict[str, dict[str, Any]] = {
     "llama": FIGURES,
-    "bert": {**FIGURES, "family": "encoder", "spoke": None},
+    "bert": {**FIGURES, "family": "encoder", "generates": None},
     "aria_text": {**dict.fromkeys(FIGURES), "family": "experts", "only_graphs": True},
     "bart": {
         **dict.fromkeys(FIGURES),
@@ -79,7 +79,7 @@ PAGE = """\
 
 | type | family | code | why |
 | --- | --- | --- | --- |
-| skewed | decoder | - | gradient_error 0.001, tangent_error 1e-06, spoke, published, 20.0 s |
+| skewed | decoder | - | gradient_error 0.001, tangent_error 1e-06, generates, published, 20.0 s |
 
 ## Refused
 
@@ -153,7 +153,7 @@ def test_outcomes_of_a_refusal_a_defect_and_a_wrong_result() -> None:
         "blt": "not made",
         "skewed": "wrong",
     }
-    assert architectures.outcome({**FIGURES, "spoke": False}) == "wrong"
+    assert architectures.outcome({**FIGURES, "generates": False}) == "wrong"
 
 
 def test_the_page_is_written_from_recorded_results() -> None:

@@ -84,7 +84,7 @@ def test_inputs_that_are_always_zero_are_rounded_to_nearest() -> None:
 def test_inputs_of_wide_layers_are_compensated_in_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each range is rounded as a layer of its own."""
     weight, states = layer()
-    monkeypatch.setattr(module, "MOST_INPUTS", 64)
+    monkeypatch.setattr(module, "MAX_INPUTS", 64)
     rounded = gptq(weight, moment_of(states))
     parts = [(0, 32), (32, 96)]
     monkeypatch.undo()

@@ -11,9 +11,9 @@ from server_export.calibrate.rounding import calibrate_codes
 from server_export.calibrate.rows import fill_up_rows
 from server_export.calibrate.sensitivities import choose_int8, int4_layers, measure_sensitivities
 from server_export.checkpoint.tokenization import device_tokenizer
+from server_export.model.blockwise import BlockwiseForward
 from server_export.model.chain import ModelChain
 from server_export.model.eager import EagerBlock
-from server_export.model.walk import BlockwiseForward
 from server_export.pipeline import with_int8, with_scheme
 from server_export.quantize.frozen import codes_name, scale_name
 from tests.server_export.calibrate.chains import ROWS, int4_chain

@@ -17,8 +17,8 @@ from server_export.calibrate.sensitivities import (
     mean_bits,
     measure_sensitivities,
 )
+from server_export.model.blockwise import BlockwiseForward
 from server_export.model.eager import EagerBlock
-from server_export.model.walk import BlockwiseForward
 from server_export.pipeline import with_int8, with_scheme
 from tests.server_export.calibrate.chains import ROWS, int4_chain
 

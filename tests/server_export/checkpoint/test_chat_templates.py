@@ -155,12 +155,12 @@ def test_a_tokenizer_keeps_its_template_unless_one_is_set(tmp_path: Path) -> Non
     [
         ("{% for message in messages %}", "can't be read: Unexpected end of template"),
         ("{{ raise_exception('never') }}", "refuses the messages; never"),
-        ("{{ messages[0].content }}", "The rendered text lacks the message"),
+        ("{{ messages[0].content }}", "the rendered text lacks the message"),
         (
             "{{ range(messages | length) | list }}",
             "the beginning of message 2 can't be found in the rendered text",
         ),
-        ("{{ 'x' * (messages | length) }}", "The rendered text lacks the message"),
+        ("{{ 'x' * (messages | length) }}", "the rendered text lacks the message"),
     ],
 )
 def test_a_file_that_renders_no_conversation_is_refused(source: str, why: str, tmp_path: Path) -> None:

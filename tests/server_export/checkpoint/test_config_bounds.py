@@ -67,7 +67,7 @@ def test_costly_configurations_are_refused_with_their_largest_numbers(
 def test_an_endless_number_of_modules_is_refused(
     change: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(config_bounds, "MOST_MODULES", 500)
+    monkeypatch.setattr(config_bounds, "MAX_MODULES", 500)
     (tmp_path / "config.json").write_text(json.dumps({**make_config("llama").to_dict(), **change}))
     start = time.process_time()
     with refusal("config-out-of-bounds") as caught:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from prge.data.tokenization.tokenizer import MOST_TOKENIZER_BYTES
+from prge.data.tokenization.tokenizer import MAX_TOKENIZER_BYTES
 from prge.errors import Refusal
 from server_export.checkpoint.files import (
     eos_token_ids,
@@ -282,7 +282,7 @@ def test_other_poolings_are_refused(tmp_path: Path) -> None:
 def test_files_that_are_too_large_to_be_read_are_refused(tmp_path: Path, name: str) -> None:
     folder = write_model(tmp_path / "model")
     with (folder / name).open("wb") as stream:
-        stream.truncate(MOST_TOKENIZER_BYTES)
+        stream.truncate(MAX_TOKENIZER_BYTES)
     find_files(str(folder))
     with (folder / name).open("ab") as stream:
         stream.write(b" ")

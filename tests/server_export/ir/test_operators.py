@@ -13,8 +13,8 @@ from torch.fx import GraphModule, Node
 from server_export.check.engine import bind_method
 from server_export.derive.backward.joint import backpropagate
 from server_export.derive.jvp.transform import ONES, Dense, differentiate
+from server_export.ir.decomposition import unknown_operators
 from server_export.ir.operators import TABLE, Category, differentiable, members, row, row_of, rules
-from server_export.ir.plain import unknown_operators
 from server_export.ir.rewriting import rewritten_graph
 from server_export.ir.writer import Calls, GraphWriter
 from server_export.lower.program import write_program

@@ -27,7 +27,7 @@ from server_export.model.chain import ModelChain
 from server_export.pipeline import build_chain
 from server_export.quantize.quantization import int8_rows
 from server_export.settings import ExportConfig
-from server_export.trace.patterns import unread_modules
+from server_export.trace.patterns import unadapted_modules
 from server_export.trace.tables import ModelTable
 from tests.refusals import raises, refusal
 from tests.tiers import second_tier
@@ -263,7 +263,7 @@ def test_texts_with_more_tokens_than_an_indexer_selects_are_refused(tmp_path: Pa
     outline = load_meta_model(str(tmp_path))
     with raises(Refusal, "indexer-budget", containing="--context 64"):
         build_chain(outline, find_files(str(tmp_path)), {}, longest=65)
-    linear = match_target_modules(outline.model, "all-linear", unread_modules(outline.model))
+    linear = match_target_modules(outline.model, "all-linear", unadapted_modules(outline.model))
     assert linear and not any("indexer" in name for name in linear)
 
 
@@ -291,4 +291,4 @@ def test_texts_longer_than_a_chunk_of_attention_are_refused(tmp_path: Path) -> N
     outline.config.attention_chunk_size = 32
     with raises(Refusal, "attention-chunk", containing="64") as caught:
         build_chain(outline, find_files(str(tmp_path)), start_of(tmp_path), longest=LONGEST)
-    assert caught.value.remedy == "export it with --context 32"
+    assert caught.value.remedy == "Export it with --context 32."

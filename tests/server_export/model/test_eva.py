@@ -19,7 +19,7 @@ from server_export.model.row_tokens import row_tokens
 from server_export.settings import ExportConfig
 from tests.bundles import make_spec
 from tests.refusals import raises
-from tests.server_export.model.test_walk import ROWS, expected_inputs, rank1_chain
+from tests.server_export.model.test_blockwise import ROWS, expected_inputs, rank1_chain
 from tests.tiny_models import VOCABULARY, WIDTH, make_tokenizer, save_model
 
 RANK = 3

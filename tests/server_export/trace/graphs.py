@@ -23,7 +23,7 @@ from server_export.pipeline import WHOLE, build_chain, linearize_conv1d, with_pa
 from server_export.trace.functional import functional_graph
 from server_export.trace.model_graph import ModelGraph, TracedModel
 from server_export.trace.passes import Changes, run_passes
-from server_export.trace.patterns import unread_modules
+from server_export.trace.patterns import unadapted_modules
 from server_export.trace.tables import ModelTables
 from tests.server_export.derive.jvp.graphs import Function
 
@@ -55,7 +55,7 @@ def chain_in(folder: Path, longest: int = 16, changes: Changes | None = None) ->
     """Return the chain of the model in a folder, with an adapter on its default layers."""
     outline, files = load_meta_model(str(folder)), find_files(str(folder))
     model = outline.model
-    transposed, unread = linearize_conv1d(model), unread_modules(model)
+    transposed, unread = linearize_conv1d(model), unadapted_modules(model)
     names = match_target_modules(model, default_target_modules(model, unread), unread)
     refused = refused_by_peft(model, names)
     names = [name for name in names if name not in refused]

@@ -30,9 +30,9 @@ from prge.errors import PrgeError
 from prge.formats.bundle import file_sha256
 from tests.compilers import needs_compiler
 from tests.device_runner.engines.blocks import (
+    MAX_ROWS,
+    MAX_TOKENS,
     METHODS,
-    MOST_ROWS,
-    MOST_TOKENS,
     WIDTH,
     LoweredBlocks,
     compute_outputs,
@@ -199,7 +199,7 @@ def test_outputs_are_filled_from_their_beginning_however_large_they_are(dynamic:
     """The engine writes directly into memory for the largest output; otherwise the output is copied."""
     method = loaded(dynamic)[0]["score"]
     inputs = make_inputs("score", 2, 5)
-    large = np.full(MOST_ROWS * MOST_TOKENS * WIDTH, np.nan, np.float32)
+    large = np.full(MAX_ROWS * MAX_TOKENS * WIDTH, np.nan, np.float32)
     small = np.full(2 * 5 * WIDTH, np.nan, np.float32)
     assert method.run(inputs, [large]) == method.run(inputs, [small]) == [(2, 5, WIDTH)]
     assert large[: small.size].tobytes() == small.tobytes()
@@ -300,11 +300,11 @@ def test_arrays_that_dont_fit_are_refused_and_the_method_stays_usable(
 def test_sizes_beyond_the_bound_are_refused(dynamic: LoweredBlocks) -> None:
     """One axis is too large, even if the total number of elements isn't."""
     blocks = loaded(dynamic)
-    state, mask, lora_b = make_inputs("score", MOST_ROWS + 1, 2)
+    state, mask, lora_b = make_inputs("score", MAX_ROWS + 1, 2)
     for given in (state, np.empty((0, 2, WIDTH), np.float32)):
         with pytest.raises(EngineRefusalError) as caught:
             blocks[0]["score"].run([given, mask, lora_b], make_outputs("score"))
-        assert f"input 0 has size {len(given)} in axis 0, must be in 1 to {MOST_ROWS}" in caught.value.log
+        assert f"input 0 has size {len(given)} in axis 0, must be in 1 to {MAX_ROWS}" in caught.value.log
     with pytest.raises(EngineRefusalError) as caught:
         blocks[0]["score"].run(make_inputs("score", 2, 3), [np.empty((2, 2, WIDTH), np.float32)])
     assert "output 0 takes 768 bytes, there is room for 512" in caught.value.log

@@ -25,8 +25,8 @@ from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, ObjectTree, Pu
 from flwr.proto.node_pb2 import Node
 
 from device_runner.fleet.network.admission import (
-    MOST_CONNECTIONS_OF_A_KEY,
-    MOST_STRANGERS,
+    MAX_CONNECTIONS_OF_A_KEY,
+    MAX_STRANGERS,
     SMALL_BYTES,
     Listener,
 )
@@ -36,7 +36,7 @@ from tests.device_runner.fleet.network.enemy import HostileDevice, PulledTask, g
 from tests.device_runner.fleet.network.nodes import Echoes, run_all_rounds
 
 pytestmark = pytest.mark.whole
-MOST_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
 SECONDS = 8.0
 
 
@@ -70,7 +70,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     keys = folder / "keys"
     make_keys(keys, [], ["honest", "enemy"])
     server = ServerKeys.open(keys / "server")
-    with superlink(folder / "server", "127.0.0.1", 0, server, MOST_BYTES) as link:
+    with superlink(folder / "server", "127.0.0.1", 0, server, MAX_BYTES) as link:
         honest, enemy = (HostileDevice(link.address, keys / "devices" / name) for name in ("honest", "enemy"))
         rounds = Echoes(200)
         thread = threading.Thread(target=lambda: run_all_rounds(link, rounds, 2, SECONDS))
@@ -147,7 +147,7 @@ REFUSED: dict[str, Callable[[Scene, PulledTask], object]] = {
         scene.enemy.reply(task, RecordDict({"a": ArrayRecord([np.zeros(1)])}))
     ),
     "an object that is too large": lambda scene, task: scene.enemy.client.PushObject(
-        PushObjectRequest(node=scene.enemy.node, object_content=bytes(MOST_BYTES + SMALL_BYTES))
+        PushObjectRequest(node=scene.enemy.node, object_content=bytes(MAX_BYTES + SMALL_BYTES))
     ),
     "the receipt of a foreign message": lambda scene, task: scene.enemy.client.ConfirmMessageReceived(
         ConfirmMessageReceivedRequest(node=scene.enemy.node, message_object_id="0" * 64)
@@ -281,7 +281,7 @@ class TestStranger:
         """If connections have incomplete heads, no heads or no handshakes, the oldest ones make room."""
         host, port = scene.link.address.split(":")
         with contextlib.ExitStack() as stack:
-            for index in range(MOST_STRANGERS + 100):
+            for index in range(MAX_STRANGERS + 100):
                 plain = socket.create_connection((host, int(port)), 5)
                 stack.enter_context(plain)
                 if index % 3 == 0:
@@ -293,7 +293,7 @@ class TestStranger:
 def test_an_incomplete_head_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Either the first request of a connection is slow, or a later one."""
     monkeypatch.setattr("device_runner.fleet.network.admission.SECONDS_TO_ASK", 1.0)
-    with superlink(tmp_path / "server", "127.0.0.1", 0, None, most_bytes=0) as link:
+    with superlink(tmp_path / "server", "127.0.0.1", 0, None, max_bytes=0) as link:
         host, port = link.address.split(":")
         for first in (b"", b"POST /v1/fleet/pull-messages HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n"):
             with socket.create_connection((host, int(port)), 10) as connection:
@@ -332,7 +332,7 @@ def test_the_store_holds_one_round(scene: Scene) -> None:
 def test_a_key_has_its_share_of_connections() -> None:
     with Listener(socket.create_server(("127.0.0.1", 0)), 100) as listener:
         clients = []
-        for _ in range(MOST_CONNECTIONS_OF_A_KEY + 4):
+        for _ in range(MAX_CONNECTIONS_OF_A_KEY + 4):
             clients.append(socket.create_connection(listener.getsockname(), 5))
             _, address = listener.accept()
             listener.mark_known(address, b"key")

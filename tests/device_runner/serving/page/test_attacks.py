@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from device_runner.serving.page.runs import MOST_STREAMS
+from device_runner.serving.page.runs import MAX_STREAMS
 from tests.device_runner.reporting.run_folders import write_run
 from tests.device_runner.serving.page.browsing import Served, active_run, served
 
@@ -28,7 +28,7 @@ def test_fifty_streams_at_once_are_bounded(tmp_path: Path) -> None:
     with served(runs=tmp_path) as server:
         opened = [send_request(server, "GET", "/v1/runs/events?run=run") for _ in range(50)]
         statuses = [answer.status for answer in opened]
-        assert statuses.count(200) == MOST_STREAMS and statuses.count(429) == 50 - MOST_STREAMS
+        assert statuses.count(200) == MAX_STREAMS and statuses.count(429) == 50 - MAX_STREAMS
         assert opened[0].readline().startswith(b"data: {")
         assert send_request(server, "GET", "/v1/models").status == 200
         for answer in opened:

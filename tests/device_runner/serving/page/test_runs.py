@@ -96,12 +96,12 @@ def test_a_run_with_a_link_in_it_is_not_shown(tmp_path: Path, name: str) -> None
 
 
 def test_a_folder_of_thousands_is_searched_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs, "MOST_RUNS", 3)
+    monkeypatch.setattr(runs, "MAX_RUNS", 3)
     for number in range(5):
         write_run(tmp_path / str(number))
     result = asyncio.run(Runs(tmp_path).list_runs())
     assert len(result["data"]) == 3 and result["cut"]
-    monkeypatch.setattr(runs, "MOST_ENTRIES", 2)
+    monkeypatch.setattr(runs, "MAX_ENTRIES", 2)
     assert asyncio.run(Runs(tmp_path).list_runs())["cut"]
 
 
@@ -131,7 +131,7 @@ def test_pipes_and_links_are_not_read(tmp_path: Path) -> None:
 
 
 def test_many_records_are_thinned_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tail, "MOST_RECORDS", 8)
+    monkeypatch.setattr(tail, "MAX_RECORDS", 8)
     thinned = ThinnedRecords()
     for step in range(1, 101):
         thinned.add({"step": step})
@@ -162,12 +162,12 @@ def test_a_hundred_megabytes_of_metrics_are_read_in_chunks(tmp_path: Path) -> No
         if not run.has_more:
             break
     assert result["steps"] == 399_999 and 20 < reads < 40 and longest < 3
-    assert sum(each["event"] == "step" for each in run.read().metrics) <= tail.MOST_RECORDS + 1
+    assert sum(each["event"] == "step" for each in run.read().metrics) <= tail.MAX_RECORDS + 1
     assert sum(len(each["svg"]) for each in result["pictures"]) < 200_000
 
 
 def test_an_endless_line_is_not_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tail, "MOST_BYTES", 1000)
+    monkeypatch.setattr(tail, "MAX_BYTES", 1000)
     folder = write_run(tmp_path / "run", steps=2)
     with (folder / "metrics.jsonl").open("a") as stream:
         stream.write("x" * 5000 + '\n{"event": "step", "step": 7, "loss": 1.0}\n')
@@ -203,7 +203,7 @@ def test_samples_are_the_first_answer_and_the_newest(tmp_path: Path) -> None:
             stream.write(json.dumps({"step": 0, "prompt": [number], "text": ""}) + "\n")
     samples = snapshot(make_follower(folder))["samples"]
     assert [each["step"] for each in samples[0]["answers"]] == [0, 70, 80, 90]
-    assert len(samples) == tail.MOST_PROMPTS and len(samples[0]["answers"][1]["text"]) == 2000
+    assert len(samples) == tail.MAX_PROMPTS and len(samples[0]["answers"][1]["text"]) == 2000
 
 
 LOCK_SCRIPT = """
@@ -291,7 +291,7 @@ def test_streams_are_bounded_and_share_what_they_read(
 
     async def read() -> None:
         served = Runs(tmp_path)
-        opened = [await served.follow("run", "en") for _ in range(runs.MOST_STREAMS)]
+        opened = [await served.follow("run", "en") for _ in range(runs.MAX_STREAMS)]
         with pytest.raises(RequestError) as caught:
             await served.follow("run", "de")
         assert caught.value.status == 429

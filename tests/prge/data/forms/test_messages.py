@@ -224,7 +224,7 @@ def test_chats_with_several_renderings_are_cut_between_turns() -> None:
         return build_examples([row], tokenizer, model, options=BuildOptions(overflow))
 
     whole, report = examples(900, "error")
-    assert "an example for each way: 1 row (1)" in report.summary() and len(whole) == 4
+    assert "others follow, split into several examples: 1 row (1)" in report.summary() and len(whole) == 4
     longest = max(report.lengths)
     for overflow in ("split", "truncate"):
         cut, report = examples(longest - 1, overflow)
@@ -235,7 +235,7 @@ def test_chats_with_several_renderings_are_cut_between_turns() -> None:
         text = tokenizer.decode(cut[3].sequences[0].tokens)
         assert "Be kind." in text and "q0" not in text and "q1" in text
         assert (
-            "chats whose older turns don't fit before the answers that are learnt: 1 row (1)"
+            "chats whose older turns don't fit before the answers that are trained on: 1 row (1)"
             in report.summary()
         )
 

@@ -284,7 +284,7 @@ def test_all_problems_of_a_task_file_are_reported(tmp_path: Path) -> None:
     ):
         assert expected in message
     assert str(path) in caught.value.what
-    assert "known keys: name, template" in caught.value.remedy
+    assert "Known keys: name, template" in caught.value.remedy
 
 
 QUESTION = {"name": "q", "template": "{q}", "columns": {"answers": "a"}, "metric": "f1_answer"}

@@ -43,7 +43,7 @@ def test_files_that_expand_to_too_many_rows_are_refused(
     write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of two bytes in a file take hundreds of bytes in memory."""
-    monkeypatch.setattr(parquet, "LEAST_BYTES", 0)
+    monkeypatch.setattr(parquet, "MIN_BYTES", 0)
     with raises(DataError, "file-expands", containing="202"):
         read_rows(write("a.csv", "a\n" + "b\n" * 100))
     assert len(read_rows(write("b.csv", "text\n" + "four\n" * 100))) == 100

@@ -184,7 +184,8 @@ def test_a_text_that_fills_the_bundle_is_whole_without_its_end(overflow: Any) ->
     )
     assert tokens_of(example) == whole
     assert (
-        "texts that fill the bundle, learnt without an end-of-sequence token: 1 row (1)" in report.summary()
+        "texts that fill the bundle, trained on without an end-of-sequence token: 1 row (1)"
+        in report.summary()
     )
 
 

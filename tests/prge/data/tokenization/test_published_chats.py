@@ -197,9 +197,9 @@ def test_tokens_and_targets_are_those_of_transformers(name: str, chat: str) -> N
         assert any(set(range(turn.prompt, len(turn.tokens))) <= positions for positions in own)
     assert sum(report.targets) == sum(len(turn.tokens) - turn.prompt for turn in turns)
     text = report.summary()
-    assert ("refuses to end with, not learnt: 1 row" in text) == (len(turns) < len(expected))
-    assert ("a part of the generation prompt alone" in text) == (not all(turn.is_whole for turn in turns))
-    assert ("an example for each way: 1 row (1)" in text) == (len(examples) > 1)
+    assert ("refuses as the last one, not trained on: 1 row" in text) == (len(turns) < len(expected))
+    assert ("with a part of the generation prompt" in text) == (not all(turn.is_whole for turn in turns))
+    assert ("once others follow, split into several examples: 1 row (1)" in text) == (len(examples) > 1)
     if chat == "two turns":
         assert len(examples) == (2 if name in SEVERAL else 1)
 

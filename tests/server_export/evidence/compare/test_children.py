@@ -13,6 +13,6 @@ def test_output_and_exit_code_are_kept(tmp_path: Path) -> None:
     assert run_verb(["--version"], log) == 0
     text = log.read_text()
     assert text.startswith("$ prge nonsense\n")
-    assert "there is no verb 'nonsense'" in text
+    assert "There is no verb 'nonsense'" in text
     assert last_lines(log, 1).startswith("prge ")
     assert last_lines(tmp_path / "nothing") == ""

@@ -16,7 +16,7 @@ from prge.training.settings import TrainingFlags
 from server_export.evidence.baselines.settings import BaselineSettings
 from server_export.evidence.compare.methods import (
     METHODS,
-    RunPlan,
+    PlannedRun,
     export_settings,
     run_settings,
 )
@@ -65,7 +65,7 @@ def test_engine_methods_have_settings_that_verbs_take(name: str, tmp_path: Path)
     config = parsed(ExportConfig, export_settings(settings, tmp_path / "b"), tmp_path)
     assert config.sequence_length == 16
     assert method.estimator and ESTIMATORS[method.estimator].role in config.roles
-    plan = RunPlan(10, 1.25e-3, 3, (0, 2, 7, 10))
+    plan = PlannedRun(10, 1.25e-3, 3, (0, 2, 7, 10))
     chosen = run_settings(method, settings, plan, tmp_path / "bundle", ROWS, tmp_path / "run")
     run = parsed(RunSettings, chosen, tmp_path)
     assert (run.estimator, run.learning_rate, run.steps) == (method.estimator, 1.25e-3, 10)
@@ -80,11 +80,11 @@ def test_engine_methods_have_settings_that_verbs_take(name: str, tmp_path: Path)
 @pytest.mark.parametrize("name", [name for name, one in METHODS.items() if not one.estimator])
 def test_pytorch_methods_have_settings_that_the_verb_takes(name: str, tmp_path: Path) -> None:
     settings = settings_for(tmp_path / "out")
-    plan = RunPlan(10, 1e-3, 3, (0, 5, 10), with_test=True)
+    plan = PlannedRun(10, 1e-3, 3, (0, 5, 10), with_test=True)
     chosen = run_settings(METHODS[name], settings, plan, tmp_path / "bundle", ROWS, tmp_path / "run")
     read = parsed(BaselineSettings, chosen, tmp_path)
     assert (read.method, read.batch_size, read.test) == (name, 16, ROWS["test"])
-    plan = RunPlan(10, 1e-3, 3, (0, 5, 10))
+    plan = PlannedRun(10, 1e-3, 3, (0, 5, 10))
     chosen = run_settings(METHODS[name], settings, plan, tmp_path / "bundle", ROWS, tmp_path / "run")
     assert chosen["test"] is None
 
@@ -96,7 +96,7 @@ def test_a_timed_run_has_no_evaluations(tmp_path: Path) -> None:
         ("mezo", BaselineSettings),
     )
     for name, settings_class in settings_classes:
-        plan = RunPlan(8, 1e-3, 3)
+        plan = PlannedRun(8, 1e-3, 3)
         chosen = run_settings(METHODS[name], settings, plan, tmp_path / "b", ROWS, tmp_path / "run")
         run = parsed(settings_class, chosen, tmp_path)
         assert (run.dev, run.eval_at, run.eval_steps) == (None, [], 0)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, MiniMaxConfig
 
 from server_export.ir.recurrences import scan
 from server_export.trace.model_graph import TracedModel
-from server_export.trace.patterns import check_model, functions_of, patterns, tracing, weighted_mean
+from server_export.trace.patterns import check_model, patterns, replaceable_functions, tracing, weighted_mean
 from server_export.trace.tables import ModelTables
 from tests.refusals import refusal
 from tests.tiny_models import RECURRENT, make_config
@@ -37,7 +37,7 @@ def outlined(config: Any) -> Any:
 @pytest.mark.parametrize("architecture", RECURRENT)
 def test_replacements_have_names_and_parameters_of_transformers(architecture: str) -> None:
     model = outlined(make_config(architecture))
-    originals = functions_of(model)
+    originals = replaceable_functions(model)
     assert {name for _, name, _ in originals} == CALLED[architecture]
     replacements = {name: each for pattern in patterns() for name, each in pattern.functions.items()}
     for _, name, function in originals:

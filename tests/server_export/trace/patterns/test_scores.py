@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 from prge.errors import Refusal
 from server_export.ir.rewriting import remove_identities
 from server_export.ir.softmax_parts import SOFTMAX_PARTS
-from server_export.trace.patterns.alibi import for_the_row
+from server_export.trace.patterns.alibi import biases_of_one_row
 from server_export.trace.tables import ModelTables
 from tests.refusals import raises
 from tests.server_export.trace.graphs import with_tables
@@ -86,7 +86,7 @@ def test_alibi_factors_join_queries_and_positions_join_keys() -> None:
 def test_biases_are_computed_for_the_row_only() -> None:
     """MPT computes biases for all of its positions and uses the last ones."""
     config: Any = make_tiny("mpt").config
-    with for_the_row(config, TOKENS):
+    with biases_of_one_row(config, TOKENS):
         assert config.max_seq_len == TOKENS
     assert config.max_seq_len == POSITIONS
 

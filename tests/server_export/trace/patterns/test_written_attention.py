@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.fx import GraphModule
 
-from server_export.ir.plain import decompose
+from server_export.ir.decomposition import decompose
 from server_export.ir.rewriting import rewrite
 from server_export.ir.shapes import fill_in_values
 from server_export.trace.patterns.written_attention import join_heads

@@ -91,7 +91,7 @@ def _replace_node(graph_module: GraphModule, node: Node, positions: Positions) -
 
 
 def _is_used_as_number(node: Node, positions: Positions) -> bool:
-    """Returns whether a boolean is used in arithmetic, as 1 or 0."""
+    """Return whether a boolean is used in arithmetic, as 1 or 0."""
     users = [user for user in node.users if user not in positions.is_computed]
     return node.meta["val"].dtype is torch.bool and all(user.target in _ARITHMETIC for user in users)
 
@@ -125,13 +125,13 @@ def _position_ids(writer: GraphWriter, node: Node, tables: ModelTables, first: i
 
 
 def _only_broadcasts_to_rows(node: Node) -> bool:
-    """Returns whether all users of a value without rows combine it with values that have rows."""
+    """Return whether all users of a value without rows combine it with values that have rows."""
     dimensions = node.meta["val"].dim()
     return all(user.target in _ARITHMETIC and user.meta["val"].dim() > dimensions for user in node.users)
 
 
 def shape_of_one_row(node: Node) -> list[int]:
-    """Returns the shape that a value would have for a single row."""
+    """Return the shape that a value would have for a single row."""
     return [resized(resized(size, COPIES, 1), BATCH, 1) for size in node.meta["val"].shape]
 
 
@@ -161,7 +161,7 @@ def _table_rows(writer: GraphWriter, node: Node, tables: ModelTables, dim: int, 
 
 
 def window_of_mask(value: torch.Tensor) -> int | None:
-    """Returns the window of an additive causal mask, or the length of the row if the mask has no window.
+    """Return the window of an additive causal mask, or the length of the row if the mask has no window.
 
     The result is None if the tensor isn't a causal mask.
     """

@@ -13,7 +13,7 @@ from server_export.checkpoint.loading import LoadedModel, parameter_count
 from server_export.library_errors import TRANSFORMERS_ERRORS
 
 # Most parameters of a model that is instantiated with random weights.
-MOST_PARAMETERS = 1 << 28
+MAX_PARAMETERS = 1 << 28
 _ROWS, _TOKENS = 2, 8
 # In PyTorch's messages if a model reads a value of a tensor without data.
 _META = "meta"
@@ -59,7 +59,7 @@ def transformers_failure(model_class: type[Any], config: Any) -> Exception | Non
     own = type(config).from_dict(config.to_dict(), attn_implementation="eager")
     with torch.device("meta"):
         model = model_class(own).eval()
-    on_meta = parameter_count(model) > MOST_PARAMETERS
+    on_meta = parameter_count(model) > MAX_PARAMETERS
     if on_meta:
         # Without a cache, transformers reads values of the positions to find out whether rows are packed.
         own.use_cache = True

@@ -10,8 +10,8 @@ import pytest
 
 from prge.errors import DataError, Refusal
 from server_export import estimate
-from server_export.check import own_forward
-from server_export.check.own_forward import refuse_if_transformers_fails, transformers_failure
+from server_export.check import transformers_forward
+from server_export.check.transformers_forward import refuse_if_transformers_fails, transformers_failure
 from server_export.checkpoint.loading import load_meta_model
 from tests.refusals import raises
 from tests.tiny_models import save_model
@@ -31,11 +31,11 @@ def test_an_estimate_of_a_model_that_fails_in_transformers_is_refused(tmp_path: 
         estimate.main(["--model", str(save_broken(tmp_path))])
 
 
-@pytest.mark.parametrize("most", [own_forward.MOST_PARAMETERS, 0], ids=["values", "shapes"])
+@pytest.mark.parametrize("most", [transformers_forward.MAX_PARAMETERS, 0], ids=["values", "shapes"])
 def test_a_model_runs_with_random_weights_or_if_it_is_large_with_shapes(
     most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(own_forward, "MOST_PARAMETERS", most)
+    monkeypatch.setattr(transformers_forward, "MAX_PARAMETERS", most)
     broken = load_meta_model(str(save_broken(tmp_path / "broken")))
     assert isinstance(transformers_failure(type(broken.model), broken.config), RuntimeError)
     for name in ("llama", "bert"):
@@ -62,7 +62,7 @@ def test_a_model_that_needs_values_is_no_failure(monkeypatch: pytest.MonkeyPatch
 
     config = make_tiny("llama").config
     assert transformers_failure(NeedsValues, config) is None
-    monkeypatch.setattr(own_forward, "MOST_PARAMETERS", -1)
+    monkeypatch.setattr(transformers_forward, "MAX_PARAMETERS", -1)
     assert transformers_failure(NeedsValues, config) is None
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.compilers import needs_compiler
 
-SCRIPT = Path(__file__).parents[3] / "scripts/studies/trips.py"
+SCRIPT = Path(__file__).parents[3] / "scripts/studies/step_frames.py"
 
 
 @needs_compiler

@@ -1,6 +1,6 @@
-"""Dictated texts: the engine computes as usual, but the next token is predetermined.
+"""Teacher forcing: the engine computes as usual, but the next token is predetermined.
 
-    engine = DictatedEngine(open_generation_engine(bundle))
+    engine = TeacherForcedEngine(open_generation_engine(bundle))
     engine.text = [*prompt, *answer]
 
 A model with random weights doesn't repeat its prompt, and the gain of drafts depends only on repetition.
@@ -20,7 +20,7 @@ PART, BETWEEN = 16, 4
 _FEW_WORDS = 16
 
 
-class DictatedEngine:
+class TeacherForcedEngine:
     """Implements prge.generation.generator.GenerationEngine; the next token of `text` is the most likely."""
 
     def __init__(self, engine: GenerationEngine) -> None:
@@ -31,26 +31,26 @@ class DictatedEngine:
             engine.context,
             engine.slots,
         )
-        self.most_checked = engine.most_checked
+        self.max_checked = engine.max_checked
         self.open, self.close = engine.open, engine.close
         self.length, self.rewind = engine.length, engine.rewind
 
     def feed(self, sequence: int, tokens: Sequence[int]) -> FloatArray:
         """See GenerationEngine."""
-        return self._dictate(self.length(sequence) + len(tokens), self._engine.feed(sequence, tokens))
+        return self._force(self.length(sequence) + len(tokens), self._engine.feed(sequence, tokens))
 
     def check(self, sequence: int, tokens: Sequence[int]) -> FloatArray:
         """See GenerationEngine."""
         first = self.length(sequence) + 1
         outputs = self._engine.check(sequence, tokens)
-        return np.stack([self._dictate(first + position, logits) for position, logits in enumerate(outputs)])
+        return np.stack([self._force(first + position, logits) for position, logits in enumerate(outputs)])
 
     def step(self, tokens: Mapping[int, int]) -> dict[int, FloatArray]:
         """See GenerationEngine."""
         outputs = self._engine.step(tokens)
-        return {each: self._dictate(self.length(each), logits) for each, logits in outputs.items()}
+        return {each: self._force(self.length(each), logits) for each, logits in outputs.items()}
 
-    def _dictate(self, position: int, logits: FloatArray) -> FloatArray:
+    def _force(self, position: int, logits: FloatArray) -> FloatArray:
         logits[self.text[position]] = np.finfo(np.float32).max
         return logits
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.fx import Graph, Node
 
-from server_export.ir.walks import ancestors, descendants, origin, readers
+from server_export.ir.traversal import ancestors, descendants, origin, readers
 
 aten = torch.ops.aten
 

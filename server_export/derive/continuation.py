@@ -47,7 +47,7 @@ from server_export.ir.operators import Category, members
 from server_export.ir.recurrences import expand, recurrent_state_shapes
 from server_export.ir.shapes import fill_in_values, resized
 from server_export.ir.softmax_parts import SOFTMAX_PARTS
-from server_export.ir.walks import origin, readers
+from server_export.ir.traversal import origin, readers
 from server_export.ir.writer import GraphWriter
 
 aten = torch.ops.aten
@@ -63,8 +63,8 @@ _REMEDY = (
 )
 
 
-def continued(block: Block, *, rows: int, tokens: int, past: int, any_lora_a: bool) -> Block:
-    """Returns a block that continues sequences: any number of tokens of one, or one token of each.
+def continuation(block: Block, *, rows: int, tokens: int, past: int, any_lora_a: bool) -> Block:
+    """Return a block that continues sequences: any number of tokens of one, or one token of each.
 
     Args:
         block: an embedding or a block after it; its nodes have `meta["val"]`, and constants are shared.
@@ -112,7 +112,7 @@ def continued(block: Block, *, rows: int, tokens: int, past: int, any_lora_a: bo
 
 
 def shared_keys_and_values(one_row: Block) -> tuple[int, ...]:
-    """Returns the indices of the shared inputs that are the keys and the values of a block's attention.
+    """Return the indices of the shared inputs that are the keys and the values of a block's attention.
 
     The result is empty if the block computes them itself. They have the layout [1, tokens, heads x width].
 
@@ -134,7 +134,7 @@ def shared_keys_and_values(one_row: Block) -> tuple[int, ...]:
 
 
 def _attentions(graph_module: GraphModule) -> list[tuple[Node, Node]]:
-    """Returns pairs of a causal mask and the scores that it is added to."""
+    """Return pairs of a causal mask and the scores that it is added to."""
     attentions = [
         (table, user)
         for table in graph_module.graph.find_nodes(op="placeholder")
@@ -152,7 +152,7 @@ def _attentions(graph_module: GraphModule) -> list[tuple[Node, Node]]:
 
 
 def _is_in_order(shared: Node, steps: Sequence[Node]) -> bool:
-    """Returns whether these steps turn [1, tokens, heads x width] into [heads, tokens, width]."""
+    """Return whether these steps turn [1, tokens, heads x width] into [heads, tokens, width]."""
     _, tokens, whole = shared.meta["val"].shape
     heads, _, width = steps[-1].meta["val"].shape if steps else (0, 0, 0)
     if heads * width != whole:
@@ -164,8 +164,8 @@ def _is_in_order(shared: Node, steps: Sequence[Node]) -> bool:
     return torch.equal(result, indices.reshape(2, heads, width).transpose(0, 1))
 
 
-def logits(head: Block) -> Block:
-    """Returns a vocabulary shard of the head that returns the logits of all its tokens."""
+def logits_head(head: Block) -> Block:
+    """Return a vocabulary shard of the head that returns the logits of all its tokens."""
     result = copy_graph_module(head.graph_module)
     output = result.graph.output_node()
     (parts,) = output.args[0]
@@ -179,7 +179,7 @@ def logits(head: Block) -> Block:
 
 
 def _add_recurrent_states(graph_module: GraphModule, rows: int) -> list[Port]:
-    """Make recurrent states inputs and outputs of the graph, in place; returns the ports of the outputs."""
+    """Make recurrent states inputs and outputs of the graph, in place; return the ports of the outputs."""
     shapes = recurrent_state_shapes(graph_module, rows)
     ports = [Port(RECURRENT_STATE, number, is_differentiable=True) for number in range(len(shapes))]
     state_inputs = {
@@ -192,7 +192,7 @@ def _add_recurrent_states(graph_module: GraphModule, rows: int) -> list[Port]:
 
 
 def _is_causal(node: Node) -> bool:
-    """Returns whether a placeholder is a mask f32 [members, tokens, tokens]: a square table that is added."""
+    """Return whether a placeholder is a mask f32 [members, tokens, tokens]: a square table that is added."""
     shape = node.meta["val"].shape
     is_table = is_input(node, TABLE) and node.meta["val"].dtype == torch.float32
     return (
@@ -333,13 +333,13 @@ def _attend(
 
 
 def _logsumexp_of_both(writer: GraphWriter, before: Node, within: Node) -> Node:
-    """log(exp(a) + exp(b)), which is exact even if all of the past is masked."""
+    """Return log(exp(a) + exp(b)), which is exact even if all of the past is masked."""
     past, own = (writer.call(_LOGSUMEXP, part, [-1], True) for part in (before, within))
     return writer.plus(own, writer.call(aten.softplus.default, writer.minus(past, own)))
 
 
 def _scores_product(masked: Node) -> tuple[Any, list[Node]]:
-    """Returns the product of queries and keys that computes the scores, and the operators between both."""
+    """Return the product of queries and keys that computes the scores, and the operators between both."""
     product: Any = masked.args[0]
     between: list[Node] = []
     while product.target is not aten.bmm.default:
@@ -356,7 +356,7 @@ def _scores_product(masked: Node) -> tuple[Any, list[Node]]:
 
 
 def _keys_and_values(masked: Node) -> tuple[Node, Node]:
-    """Returns the keys and values of an attention, f32 [rows x heads, tokens, width]."""
+    """Return the keys and values of an attention, f32 [rows x heads, tokens, width]."""
     transposed = _scores_product(masked)[0].args[1]
     if transposed.target is not aten.transpose.int:
         raise Refusal(
@@ -368,7 +368,7 @@ def _keys_and_values(masked: Node) -> tuple[Node, Node]:
 
 
 def _softmax_and_mix(masked: Node) -> tuple[Node, Node]:
-    """Returns the softmax of masked scores, and its product with the values."""
+    """Return the softmax of masked scores, and its product with the values."""
     chain = [masked]
     for target in (aten.softmax.int, aten.bmm.default):
         users = [user for user in chain[-1].users if user.target is not _LOGSUMEXP]
@@ -400,7 +400,7 @@ def _simplify_shapes(graph_module: GraphModule) -> None:
 
 
 def _is_reshape(node: Node) -> bool:
-    """Returns whether a permutation keeps the order of all dimensions that are longer than 1."""
+    """Return whether a permutation keeps the order of all dimensions that are longer than 1."""
     shape = node.args[0].meta["val"].shape
     order = list(range(len(shape)))
     if node.target is aten.permute.default:

@@ -16,7 +16,7 @@ from server_export.ir.markers import TOKENS
 from server_export.ir.writer import GraphWriter
 from server_export.trace.model_graph import ModelGraph
 from server_export.trace.patterns import Pattern, Rewrite, register
-from server_export.trace.positional import causal_table, shape_of_one_row
+from server_export.trace.position_folding import causal_table, shape_of_one_row
 from server_export.trace.scores import HIDDEN, Known, causal_window, readers_of
 
 aten = torch.ops.aten
@@ -80,7 +80,7 @@ def add_masks(writer: GraphWriter, node: Node, known: Known, mask: Callable[[Nod
 
 
 def drop_lower_bound(node: Node, known: Known) -> bool:
-    """Remove the maximum of scores and the smallest float, in place; returns whether all users were such."""
+    """Remove the maximum of scores and the smallest float, in place; return whether all users were such."""
     value = known(node)
     least = torch.finfo(torch.float32).min
     readers = [*readers_of(node, known)]
@@ -119,12 +119,12 @@ def _scores_of(user: Node) -> Any:
 
 
 def _number_of_elements(value: Any) -> int:
-    """Returns the number of elements of a value."""
+    """Return the number of elements of a value."""
     return int(value.meta["val"].numel()) if isinstance(value, Node) else 0
 
 
 def _masked_scores(user: Node, value: torch.Tensor, known: Known) -> torch.Tensor | None:
-    """Returns which scores a user of a mask hides, or None if the user does something else."""
+    """Return which scores a user of a mask hides, or None if the user does something else."""
     if user.target is aten.where.self and known(user.args[1]) is None:
         least = known(user.args[2])
         return value == 0 if least is not None and bool((least <= HIDDEN).all()) else None

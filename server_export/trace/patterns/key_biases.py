@@ -47,7 +47,7 @@ def write_key_biases(graph_of_model: ModelGraph) -> None:
 
 
 def _matches(biases: Any, value: Any, scores: Node, product: Any, position_of: Mapping[Node, int]) -> bool:
-    """Returns whether biases precede a product, have one element per key, and are laid out as its scores."""
+    """Return whether biases precede a product, have one element per key, and are laid out as its scores."""
     if position_of[biases] > position_of.get(product, -1):
         return False
     sizes = [each.meta["val"].numel() for each in (value, scores, product)]
@@ -59,7 +59,7 @@ def _matches(biases: Any, value: Any, scores: Node, product: Any, position_of: M
 
 
 def _bias_per_key(value: Node) -> Node | None:
-    """Returns the biases of keys that [..., queries, keys] repeats for all queries, or None."""
+    """Return the biases of keys that [..., queries, keys] repeats for all queries, or None."""
     steps = list[Node]()
     while value.target in LAYOUTS:
         steps.insert(0, value)

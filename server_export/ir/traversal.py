@@ -1,4 +1,4 @@
-"""Traverse an fx graph: dependent nodes, ancestors, and values behind changes of layout."""
+"""Traverse an fx graph: dependent nodes, ancestors, and values before changes of layout."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.fx import Node
 
 
 def descendants(sources: Iterable[Node], until: Callable[[Node], bool] = lambda node: False) -> set[Node]:
-    """Returns the given nodes and all nodes that depend on them, including the graph's output node.
+    """Return the given nodes and all nodes that depend on them, including the graph's output node.
 
     Args:
         sources: nodes where the traversal starts.
@@ -25,7 +25,7 @@ def descendants(sources: Iterable[Node], until: Callable[[Node], bool] = lambda 
 
 
 def ancestors(ends: Iterable[Node], without: Collection[Node] = ()) -> set[Node]:
-    """Returns the given nodes and all nodes that they depend on.
+    """Return the given nodes and all nodes that they depend on.
 
     Args:
         ends: nodes where the traversal starts.
@@ -41,7 +41,7 @@ def ancestors(ends: Iterable[Node], without: Collection[Node] = ()) -> set[Node]
 
 
 def readers(node: Node, layouts: Collection[Any]) -> Iterator[Node]:
-    """Yields the users of a node, looking through operators that only change the layout.
+    """Yield the users of a node, looking through operators that only change the layout.
 
     A user that reads several layouts of the value is yielded several times.
 
@@ -54,7 +54,7 @@ def readers(node: Node, layouts: Collection[Any]) -> Iterator[Node]:
 
 
 def origin(node: Any, layouts: Collection[Any]) -> tuple[Any, list[Node]]:
-    """Returns the value that a node is another layout of, and the operators from the value to the node.
+    """Return the value that a node is another layout of, and the operators from the value to the node.
 
     Args:
         node: a node, or any other value, which is returned unchanged.

@@ -24,7 +24,7 @@ from prge.formats.signatures import (
     PREFILL_BACKWARD,
     Port,
 )
-from server_export.derive.past import continued
+from server_export.derive.continuation import continuation
 from server_export.derive.roles import derive
 from server_export.ir.block import Block, new_input
 from server_export.ir.markers import PAST
@@ -187,6 +187,6 @@ def test_unknown_scores_are_refused() -> None:
     graph_module = GraphModule(torch.nn.Module(), graph)
     fill_in_values(graph_module)
     with refusal("unknown-attention"):
-        continued(
+        continuation(
             Block(graph_module, (Port("hidden_states"),)), rows=1, tokens=4, past=PAST, any_lora_a=False
         )

@@ -1,6 +1,6 @@
 """Train architectures with random weights on the demo's task: killed, resumed and asked in a chat.
 
-    python scripts/studies/taught.py --out taught [--types qwen3_5_text gemma4_text] [--steps 600]
+    python scripts/studies/random_models.py --out OUT [--types qwen3_5_text gemma4_text] [--steps 600]
 
 Each model is tiny and has its type's special features. `prge tune` with its defaults trains it to write the
 mood of a text; the run is killed and resumed. Prints JSON by type:

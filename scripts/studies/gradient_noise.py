@@ -1,6 +1,7 @@
 """Measure how much of finite differences is signal, against exact derivatives along the same directions.
 
-    python scripts/studies/scalars.py --bundle BUNDLE --data rows.jsonl --batches 16 --epsilons 0.01 0.1
+    python scripts/studies/gradient_noise.py --bundle BUNDLE --data rows.jsonl --batches 16 \\
+        --epsilons 0.01 0.1
 
 The bundle has the role `jvp`. Prints JSON: for each type of difference and epsilon the correlation `r` of
 projected gradients with exact derivatives of a batch's mean loss, and the `slope` of their regression.

@@ -63,13 +63,13 @@ def decompose(graph_module: GraphModule, declined: bool = False) -> None:
 
 
 def unknown_operators(graph_module: GraphModule) -> dict[str, Node]:
-    """Returns the float operators of a rewritten graph without a derivative, each with its first node."""
+    """Return the float operators of a rewritten graph without a derivative, each with its first node."""
     nodes, known = [node for node in graph_module.graph.nodes if _computes_floats(node)], differentiable()
     return {str(node.target): node for node in reversed(nodes) if str(node.target) not in known}
 
 
 def _computes_floats(node: Node) -> bool:
-    """Returns whether a node is a deterministic ATen operator from floats to floats."""
+    """Return whether a node is a deterministic ATen operator from floats to floats."""
     target = node.target
     if (
         not isinstance(target, torch._ops.OpOverload)

@@ -27,7 +27,7 @@ _NO_BOUND = 1 << 24
 _SHOWN_ROWS = 5
 
 
-class NamedRows:
+class UserRows:
     """Training rows, and development and test rows if the user names them or a folder has them.
 
     Args:
@@ -69,7 +69,7 @@ class NamedRows:
         """Whether the model learns to generate text, and not to choose among candidates."""
         return self._task is None or self._task.generate is not None
 
-    def some(self, count: int, tokenizer: Tokenizer, model: ModelSpec) -> list[Example]:
+    def sample_examples(self, count: int, tokenizer: Tokenizer, model: ModelSpec) -> list[Example]:
         """Return examples of `count` randomly chosen training rows, as a run of the model uses them."""
         rows = select_rows(self._sources["train"].rows, Selection(limit=count, shuffle_seed=0))
         examples, _ = self._build(

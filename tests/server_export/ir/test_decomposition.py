@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from server_export.ir.decomposition import decompose, unknown_operators
 from server_export.ir.operators import differentiable
-from server_export.ir.plain import decompose, unknown_operators
 from server_export.ir.rewriting import rewrite
 from tests.server_export.derive.jvp.graphs import Function
 

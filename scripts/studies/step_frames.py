@@ -1,6 +1,6 @@
 """Count the project files and frames of one exact step, as a measure of how hard it is to read.
 
-    python scripts/studies/trips.py --bundle BUNDLE --train rows.jsonl --task task.yaml
+    python scripts/studies/step_frames.py --bundle BUNDLE --train rows.jsonl --task task.yaml
 
 Trains three steps with the native engine in a temporary folder and prints JSON: the `step_files` that run in
 an exact step, the `frames` from the loop's step down to the engine's own code, and the number of `run_files`
@@ -28,7 +28,7 @@ _PACKAGES = tuple(str(ROOT / name) for name in ("prge", "device_runner"))
 _ENGINE = str(ROOT / "device_runner/engines/native/runtime.py")
 
 
-class Trip:
+class FrameRecorder:
     """Records the files and frames that run, as a function for `sys.setprofile`."""
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class Trip:
 
 def study(arguments: argparse.Namespace) -> dict[str, Any]:
     """Train and count."""
-    trip = Trip()
+    recorder = FrameRecorder()
     with tempfile.TemporaryDirectory() as folder:
         arguments_of_run = [
             "--bundle",
@@ -89,18 +89,18 @@ def study(arguments: argparse.Namespace) -> dict[str, Any]:
             "4",
             "--quiet",
         ]
-        sys.setprofile(trip.record)
+        sys.setprofile(recorder.record)
         try:
             run_verb.run(parse_settings(RunSettings, arguments_of_run, "prge run"))
         finally:
             sys.setprofile(None)
     return {
-        "step_files": sorted(trip.step_files),
-        "frames": trip.frames,
+        "step_files": sorted(recorder.step_files),
+        "frames": recorder.frames,
         "counts": {
-            "step_files": len(trip.step_files),
-            "frames": len(trip.frames),
-            "run_files": len(trip.run_files),
+            "step_files": len(recorder.step_files),
+            "frames": len(recorder.frames),
+            "run_files": len(recorder.run_files),
         },
     }
 

@@ -12,8 +12,8 @@ import torch
 from server_export.adapter.layers import ALL_LINEAR, convert_conv1d, match_target_modules
 from server_export.checkpoint.files import find_files
 from server_export.checkpoint.loading import load_meta_model, load_model
+from server_export.model.blockwise import watch_inputs
 from server_export.model.chain import ModelChain
-from server_export.model.walk import watch_inputs
 from server_export.pipeline import build_chain
 from tests.tiny_models import save_model
 
