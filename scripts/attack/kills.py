@@ -169,7 +169,9 @@ def run_artifacts(run: Path) -> dict[str, object]:
         (r["event"], r["step"], r["forward_passes"]) for r in metrics
     )
     summary = json.loads((run / "run.json").read_text())
-    artifacts["counts of run.json"] = [summary["train"][name] for name in ("steps", "rows", "trained_values")]
+    artifacts["counts of run.json"] = [
+        summary["train"][name] for name in ("steps", "forward_passes", "trained_values")
+    ]
     artifacts["status"] = summary["run"]["status"]
     artifacts["leftovers"] = sorted(path.name for path in run.rglob("*.partial"))
     return artifacts

@@ -198,7 +198,7 @@ def check_bundle(folder: Path, figures: dict[str, Any], scheme: str, roles: Sequ
     )
 
     # Longer rows are processed in chunks.
-    with patch.multiple(chain, MAX_WHOLE_TOKENS=2 * _CHUNK, _SHORT=_CHUNK, _SHORTEST_CHUNK=2):
+    with patch.multiple(chain, MAX_WHOLE_TOKENS=2 * _CHUNK, _CHUNK=_CHUNK, _MIN_CHUNK=2):
         settings: dict[str, Any] = {"rank": 2, "sequence_length": _LENGTH, "context": 2 * _LENGTH}
         settings |= {"quantize": scheme} | ({"roles": [*roles]} if roles else {})
         export(ExportConfig(str(folder / "model"), folder / "bundle", **settings))

@@ -227,7 +227,7 @@ def test_a_bundle_without_the_roles_is_refused(bundle: Bundle) -> None:
     class Silent:
         chain = type("Chain", (), {"roles": ("forward", "backward")})
 
-    with raises(BundleError, "role-missing", containing="stack, back"):
+    with raises(BundleError, "role-missing", containing="forward, backward"):
         ChainGenerationEngine(Silent())  # type: ignore[arg-type]
 
 

@@ -284,7 +284,7 @@ class TestTasksOutsideThePlan:
         ):
             reply = json.loads(server.agreement.content)
             reply["plan"][setting] = value
-            problem = f"--{setting} is {value:g}, with noise it must be from "
+            problem = f"--{setting.replace('_', '-')} is {value:g}, with noise it must be from "
             assert problem in server.refusal(0, agreement=json.dumps(reply).encode())
 
 

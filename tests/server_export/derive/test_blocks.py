@@ -65,6 +65,11 @@ class Derived:
         return is_head(self.blocks[FORWARD])
 
     @property
+    def grad_output(self) -> str:
+        """The port of the gradient of the output."""
+        return "grad_parts" if self.is_head else "grad_hidden_states"
+
+    @property
     def state(self) -> torch.Tensor:
         return self.inputs["hidden_states"]
 
@@ -157,7 +162,7 @@ def test_gradients_equal_autograds_for_each_row_of_the_adapter(
         grad_state = gradients_of(of_type, grad_output)[1][0]
         grad_adapter = zip(*(gradients_of(of_type, of_row)[1][1:] for of_row in of_rows), strict=True)
         expected = [grad_state, *map(torch.stack, grad_adapter)]
-        actual_values = of_type.call(BACKWARD, {"grad_hidden_states": grad_output})
+        actual_values = of_type.call(BACKWARD, {of_type.grad_output: grad_output})
         largest = float(torch.cat([part.ravel() for part in expected]).abs().max())
         for actual, reference in zip(actual_values, expected, strict=True):
             assert actual.shape == reference.shape
@@ -191,7 +196,7 @@ def test_the_backward_pass_from_residuals_is_the_same_without_frozen_layers(
         assert torch.equal(output, of_type.call(FORWARD)[0])
         grad_output = torch.randn(output.shape)
         # The backward pass of a head has another shift.
-        changes = {"grad_hidden_states": grad_output} | (
+        changes = {of_type.grad_output: grad_output} | (
             {"shift": of_type.inputs["shift"] + 0.5} if of_type.is_head else {}
         )
         residuals = {f"residual.{number}": value for number, value in enumerate(saved)}
@@ -249,8 +254,8 @@ def test_derivatives_of_a_quantized_block_are_those_of_its_weights(
         grad_output = torch.randn(of_type.call(FORWARD)[0].shape)
         for role in (JVP, BACKWARD):
             pairs = zip(
-                of_type.call(role, {"grad_hidden_states": grad_output}),
-                plain.call(role, {"grad_hidden_states": grad_output}),
+                of_type.call(role, {of_type.grad_output: grad_output}),
+                plain.call(role, {of_type.grad_output: grad_output}),
                 strict=True,
             )
             for actual, reference in pairs:
