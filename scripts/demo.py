@@ -46,7 +46,7 @@ _STEPS_BEFORE_THE_KILL = 40
 
 
 def main() -> int:
-    """Run every step in a folder; print accuracies, and rows, seconds and memory of every method."""
+    """Run every step in a folder; print accuracy, forward passes, seconds and memory of every method."""
     parser = argparse.ArgumentParser(prog="demo.sh", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("demo-output"), help="folder for all results")
     parser.add_argument(
@@ -191,13 +191,13 @@ def _table(figures: dict[str, Any], out: Path) -> str:
         "",
         f"before    {figures['accuracy_before']:>47.1%} of test rows correct",
         "",
-        f"{'':<10}{'steps':>9}{'rows':>10}{'seconds':>10}{'memory':>10}{'accuracy':>10}",
+        f"{'':<10}{'steps':>9}{'passes':>10}{'seconds':>10}{'memory':>10}{'accuracy':>10}",
     ]
     for name, method in figures["methods"].items():
         memory = f"{method['peak_mb']:.0f} MB"
         lines.append(
-            f"{name:<10}{method['steps']:>9,}{method['rows']:>10,}{method['seconds']:>10.1f}{memory:>10}"
-            f"{method['accuracy']:>10.1%}"
+            f"{name:<10}{method['steps']:>9,}{method['forward_passes']:>10,}{method['seconds']:>10.1f}"
+            f"{memory:>10}{method['accuracy']:>10.1%}"
         )
     for before, after in zip(*figures["samples"].values(), strict=True):
         lines += [

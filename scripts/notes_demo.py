@@ -68,8 +68,8 @@ def notes_table(figures: dict[str, Any], out: Path) -> str:
         [
             *lines,
             f"of {len(before)} unseen notes exactly right: {shares[0]:.0%} -> {shares[1]:.0%}",
-            f"training: {train['steps']:,} steps, {train['rows']:,} rows, {train['seconds']:.0f} s, "
-            f"{(train['memory']['peak_bytes'] or 0) / 1e6:.0f} MB",
+            f"training: {train['steps']:,} steps, {train['forward_passes']:,} forward passes, "
+            f"{train['seconds']:.0f} s, {(train['memory']['peak_bytes'] or 0) / 1e6:.0f} MB",
             f"total seconds: {figures['seconds']:.1f}",
             f"report:   {out / 'tuned' / 'report.html'}",
             f"talk to it: prge chat {out / 'tuned'}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
 import shlex
@@ -88,6 +89,16 @@ def test_quoted_paths_exist(document: Path) -> None:
     for span in spans(document):
         if re.fullmatch(r"\w+\.(py|sh|cpp)", span):
             assert span in names, f"there is no {span}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=named)
+def test_quoted_code_imports_names_that_exist(document: Path) -> None:
+    for block in re.findall(r"```python\n(.*?)```", document.read_text(encoding="utf-8"), re.DOTALL):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] in FOLDERS:
+                module = importlib.import_module(str(node.module))
+                for name in node.names:
+                    assert hasattr(module, name.name), f"{node.module} has no {name.name}"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=named)

@@ -79,7 +79,10 @@ _OF_HUB = ("model", "data", "train", "dev", "test", "push")
 # Settings of type str that may name a file or folder.
 PATH_LIKE_SETTINGS = ("model", "task", "adapter", "chat_template", "push", "phone_folder")
 # Current values of settings by the values of the previous version, which are accepted with a warning.
-RENAMED_VALUES = {"roles": {old: new for old, new in ROLES.items() if old != new}}
+RENAMED_VALUES = {
+    "roles": {old: new for old, new in ROLES.items() if old != new},
+    "budget": {"rows": "forward_passes"},
+}
 # Value of a setting that was given under another tool's name, which is reported as its own problem.
 _MISNAMED = object()
 
@@ -264,12 +267,14 @@ class _SettingValue(NamedTuple):
     @classmethod
     def of(cls, where: str, key: str, value: Any, new_name: str = "") -> _SettingValue:
         """Return a setting with the current names of its values."""
-        renamed = RENAMED_VALUES.get(key)
-        if renamed is None or not isinstance(value, (list, tuple)):
+        renamed = RENAMED_VALUES.get(key, {})
+        is_list = isinstance(value, (list, tuple))
+        values = value if is_list else [value]
+        old_values = tuple(each for each in values if isinstance(each, str) and each in renamed)
+        if not old_values:
             return cls(where, key, value, new_name)
-        old_values = tuple(each for each in value if isinstance(each, str) and each in renamed)
-        current = [renamed.get(each, each) if isinstance(each, str) else each for each in value]
-        return cls(where, key, current, new_name, old_values)
+        current = [renamed.get(each, each) if isinstance(each, str) else each for each in values]
+        return cls(where, key, current if is_list else current[0], new_name, old_values)
 
     def warnings(self) -> Iterator[str]:
         """Yield a line for each name of the previous version."""

@@ -112,4 +112,4 @@ def test_figures_are_only_numbers() -> None:
         "forward_passes": 8,
         "seconds": None,
     }
-    assert figures(record) == {"dev/loss": 0.5, "dev/rows": 8.0}
+    assert figures(record) == {"dev/loss": 0.5, "dev/forward_passes": 8.0}

@@ -15,6 +15,7 @@ from prge.cli.settings import parse_settings, read_settings, read_stored, settin
 from prge.errors import ConfigError
 from prge.formats.signatures import ROLES
 from prge.formats.stored_settings import write_settings
+from server_export.evidence.compare.settings import CompareSettings
 from server_export.settings import EstimateConfig, ExportConfig
 from server_export.tune.settings import TuneSettings
 from tests.refusals import raises
@@ -158,3 +159,9 @@ def test_another_class_may_have_a_setting_of_the_old_name() -> None:
     assert current_name("alpha", ["alpha", "lora_alpha"]) == "alpha"
     assert current_name("alpha", ["rank"]) == "alpha"
     assert current_name("alpha", ["rank", "lora_alpha"]) == "lora_alpha"
+
+
+def test_an_old_value_of_a_setting_is_accepted(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = parse_settings(CompareSettings, ["--preset", "demo", "--budget", "rows"], "prge compare")
+    assert settings.budget == "forward_passes"
+    assert capsys.readouterr().err == f"prge compare: --budget rows is now forward_passes{STILL}\n"

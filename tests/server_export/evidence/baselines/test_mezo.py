@@ -25,7 +25,7 @@ def test_a_step_without_a_rate_restores_the_parameters(tmp_path: Path) -> None:
     before = values(method)
     result = method.step(ROWS, 0.0)
     assert torch.allclose(values(method), before, rtol=0, atol=1e-6)
-    assert result.rows == 2 * len(ROWS)
+    assert result.forward_passes == 2 * len(ROWS)
 
 
 def test_projected_gradient_is_the_derivative_along_the_noise(tmp_path: Path) -> None:
