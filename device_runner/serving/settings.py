@@ -91,7 +91,7 @@ class ServeSettings(LearnFlags, ListenFlags, EngineFlags):
     context: int | None = None
     """Most tokens of prompt and completion together; default: the bundle's limit."""
     cache_dtype: Precision = "float32"
-    """Precision of the key-value cache. float16 halves its size and the time to read it."""
+    """Precision of the key-value cache. float16 halves its size, and takes more time to read."""
 
     feedback: AppendedFile | None = None
     """File to which /v1/feedback appends rows, with the prompt and the completion; `prge tune --data` reads

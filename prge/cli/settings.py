@@ -358,7 +358,7 @@ def _read_words(
             if not values:
                 problems.append(f"{name} needs a value: {describe_type(field_type)}")
         elif values:
-            entries.append(last_given := _SettingValue(name, key, values[0], new_name))
+            entries.append(last_given := _SettingValue.of(name, key, values[0], new_name))
         else:
             problems.append(f"{name} needs a value: {describe_type(field_type)}")
     by_flag = {entry.key for entry in entries}

@@ -176,7 +176,7 @@ def test_help_and_unknown_commands_list_all_commands(talk: Talk) -> None:
     assert talk("/help") == ""
     assert "/adapter NAME|PATH" in talk.err
     assert talk("/rest") == ""
-    assert "there is no /rest" in talk.err and "/reset" in talk.err
+    assert "unknown command /rest" in talk.err and "/reset" in talk.err
 
 
 def test_two_slashes_stand_for_one_and_empty_lines_are_ignored(numpy_model: NumpyModel, talk: Talk) -> None:
