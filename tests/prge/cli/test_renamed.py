@@ -162,6 +162,8 @@ def test_another_class_may_have_a_setting_of_the_old_name() -> None:
 
 
 def test_an_old_value_of_a_setting_is_accepted(capsys: pytest.CaptureFixture[str]) -> None:
-    settings = parse_settings(CompareSettings, ["--preset", "demo", "--out", "o", "--budget", "rows"], "prge compare")
+    settings = parse_settings(
+        CompareSettings, ["--preset", "demo", "--out", "o", "--budget", "rows"], "prge compare"
+    )
     assert settings.budget == "forward_passes"
     assert capsys.readouterr().err == f"prge compare: --budget rows is now forward_passes{STILL}\n"
