@@ -120,8 +120,8 @@ def test_quoted_verbs_and_flags_exist(document: Path) -> None:
     for span in spans(document):
         for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", span):
             assert flag in flags | FOREIGN or defines(scripts, flag), f"`{span}`: there is no {flag}"
-        for words in re.findall(r"\bprge ([a-z]\w*)(?: ([a-z]\w*))?", span):
-            verb = " ".join(words[: 2 if words[0] in groups else 1]).strip()
+        for names in re.findall(r"\bprge ([a-z]\w*)(?: ([a-z]\w*))?", span):
+            verb = " ".join(names[: 2 if names[0] in groups else 1]).strip()
             assert f"prge {verb}" in progs, f"`{span}`: there is no verb {verb}"
 
 

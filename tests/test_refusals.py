@@ -224,21 +224,21 @@ def test_a_refused_command_changes_nothing_where_it_would_write(
     for variant, make in THERE.items():
         work = tmp_path / variant.replace(" ", "-")
         work.mkdir()
-        given = tmp_path / f"given-{work.name}"
-        given.mkdir()
+        input_folder = tmp_path / f"given-{work.name}"
+        input_folder.mkdir()
         if has_inputs:
-            make_bundle(given / "bundle")
-            (given / "rows.jsonl").write_text('{"prompt": "a", "completion": " b"}\n' * 8)
-            (given / "run").mkdir()
-            (given / "model").mkdir()
+            make_bundle(input_folder / "bundle")
+            (input_folder / "rows.jsonl").write_text('{"prompt": "a", "completion": " b"}\n' * 8)
+            (input_folder / "run").mkdir()
+            (input_folder / "model").mkdir()
         path = work / f"people{SUFFIX.get((verb.prog, name), '.csv')}"
         make(path)
         before = _content(tmp_path)
         arguments = [
-            *verb.prog.split()[1:], *_arguments(verb, name, given), flag(name), str(path),
+            *verb.prog.split()[1:], *_arguments(verb, name, input_folder), flag(name), str(path),
             *MORE.get(verb.prog, []),
         ]  # fmt: skip
-        ended = prge(*arguments, check=False, cwd=given)
+        ended = prge(*arguments, check=False, cwd=input_folder)
         after = _content(tmp_path)
         assert {key: after.get(key) for key in before} == before, (variant, ended)
         assert "Traceback" not in ended.stderr, (variant, ended)

@@ -24,15 +24,19 @@ def prge(
     """Run one verb and return its exit code and output, including its children's."""
     command = list(map(str, arguments))
     with (
-        tempfile.TemporaryFile("w+") as given,
-        tempfile.TemporaryFile("w+") as out,
-        tempfile.TemporaryFile("w+") as errors,
+        tempfile.TemporaryFile("w+") as input_file,
+        tempfile.TemporaryFile("w+") as output_file,
+        tempfile.TemporaryFile("w+") as errors_file,
     ):
-        given.write(input)
-        given.seek(0)
-        with _standard("stdin", given), _standard("stdout", out), _standard("stderr", errors):
+        input_file.write(input)
+        input_file.seek(0)
+        with (
+            _standard("stdin", input_file),
+            _standard("stdout", output_file),
+            _standard("stderr", errors_file),
+        ):
             code = _called(command, cwd)
-        outputs = [_content(stream) for stream in (out, errors)]
+        outputs = [_content(stream) for stream in (output_file, errors_file)]
     if check and code:
         raise AssertionError(f"prge {' '.join(command)} ended with {code}\n{outputs[0]}\n{outputs[1]}")
     return subprocess.CompletedProcess(command, code, *outputs)

@@ -206,8 +206,8 @@ def test_a_chat_template_is_given_tools_variables_and_a_date(
         assert output.lines[0]["prompt_tokens"] == len(literal.tokenizer.encode(expected))
     assert "(prompt and completion), columns: prompt, tools, style, system; not read: id" in output.err
     arguments = [f"--bundle={numpy_model.folder}", "--chat", "--prompt", "Hi", "--date=2026-11-27", "--json"]
-    given = json.dumps({"style": "brief", "tools": tools})
-    output = VerbOutput(capsys, [*arguments, f"--chat-template-kwargs={given}", "--max-tokens=16"])
+    variables = json.dumps({"style": "brief", "tools": tools})
+    output = VerbOutput(capsys, [*arguments, f"--chat-template-kwargs={variables}", "--max-tokens=16"])
     assert output.lines[0]["prompt_tokens"] == len(literal.tokenizer.encode(prompt))
     output = VerbOutput(capsys, [*arguments, "--chat-template-kwargs=[1]"])
     assert output.code == 2 and "chat_template_kwargs must be a mapping of names to values" in output.err

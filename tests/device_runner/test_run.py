@@ -573,9 +573,9 @@ def test_a_resumed_run_keeps_the_date_of_its_start(
         run(replace(killed, resume=killed.out, date="2026-12-03"))
     arguments = [f"--bundle={settings.bundle}", f"--data={chat.dev}", f"--adapter={chat.out}"]
     losses = {}
-    for given in ("", "--date=2026-11-27", "--date=2026-12-03"):
-        evaluate_verb.main([*arguments, f"--json={tmp_path / 'eval.json'}", *filter(None, [given])])
-        losses[given] = json.loads((tmp_path / "eval.json").read_text())["loss"]
+    for date_flag in ("", "--date=2026-11-27", "--date=2026-12-03"):
+        evaluate_verb.main([*arguments, f"--json={tmp_path / 'eval.json'}", *filter(None, [date_flag])])
+        losses[date_flag] = json.loads((tmp_path / "eval.json").read_text())["loss"]
     assert losses[""] == losses["--date=2026-11-27"] != losses["--date=2026-12-03"]
     other = replace(chat, out=tmp_path / "other")
     run(other)

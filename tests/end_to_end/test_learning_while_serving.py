@@ -32,9 +32,12 @@ def serving(bundle: Path, learn: Path, *arguments: object) -> Iterator[tuple[sub
         sys.executable, "-m", "prge.cli.main", "serve", bundle, "--learn", learn, *SETTINGS, *arguments,
     ]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    given = [*map(str, command), "--port", "0", "--threads", "1"]
+    command_and_port = [*map(str, command), "--port", "0", "--threads", "1"]
     options: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True, "env": environment}
-    with (learn.parent / "log").open("w") as log, subprocess.Popen(given, stderr=log, **options) as process:
+    with (
+        (learn.parent / "log").open("w") as log,
+        subprocess.Popen(command_and_port, stderr=log, **options) as process,
+    ):
         try:
             assert process.stdout is not None
             url = next(line for line in process.stdout if "listening" in line).split()[2].rstrip(";")

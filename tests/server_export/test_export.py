@@ -32,9 +32,9 @@ def llama_folder(made_once: FolderBuilder) -> Path:
 
 @pytest.fixture(scope="session")
 def llama_bundle(llama_folder: Path, made_once: FolderBuilder) -> Path:
-    given = {"quantize": "8da4w", "roles": ["forward", "jvp"], "seed": 5}
+    settings = {"quantize": "8da4w", "roles": ["forward", "jvp"], "seed": 5}
     folder_of_bundle = made_once(
-        "exported", lambda folder: export(config(llama_folder, folder / "bundle", **given))
+        "exported", lambda folder: export(config(llama_folder, folder / "bundle", **settings))
     )
     return folder_of_bundle / "bundle"
 

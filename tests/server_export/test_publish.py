@@ -43,8 +43,12 @@ def fill(folder: Path) -> None:
         base = save_model(folder / architecture, architecture)
         trained_adapter(base, folder / f"{architecture}-trained", HEAD if architecture == "bert" else None)
     settings = {"roles": ["forward"], "rank": RANK, "sequence_length": LENGTH, "chat_template": "plain"}
-    made: dict[str, Any] = {**settings, "model": str(folder / "llama"), "out": folder / "bundle"}
-    bundle = open_bundle(export(ExportConfig(**made)))
+    settings_of_export: dict[str, Any] = {
+        **settings,
+        "model": str(folder / "llama"),
+        "out": folder / "bundle",
+    }
+    bundle = open_bundle(export(ExportConfig(**settings_of_export)))
     trained_folder(folder / "trained", bundle.chain.modules, bundle.adapter)
 
 
@@ -521,9 +525,9 @@ def test_a_merged_model_has_the_weights_of_the_training(
 def test_unquantized_weights_are_merged_unchanged(
     bundle: Bundle, trained: Path, saved: Path, tmp_path: Path
 ) -> None:
-    given: dict[str, Any] = {"model": str(saved / "llama"), "bundle": bundle.folder, "format": "merged"}
+    settings: dict[str, Any] = {"model": str(saved / "llama"), "bundle": bundle.folder, "format": "merged"}
     folders = [
-        publish(PublishConfig(trained, tmp_path / weights, weights=weights, **given))  # type: ignore[arg-type]
+        publish(PublishConfig(trained, tmp_path / weights, weights=weights, **settings))  # type: ignore[arg-type]
         for weights in ("trained", "original")
     ]
     assert len({file_sha256(folder / "model.safetensors") for folder in folders}) == 1
@@ -538,8 +542,8 @@ def test_a_published_adapter_names_a_base_model_that_loads(
     """The adapter names the base model by path and hash; an adapter for the Hub names no path."""
     from peft import AutoPeftModelForCausalLM
 
-    given: dict[str, Any] = {"model": str(saved / "llama"), "bundle": bundle.folder}
-    folder = publish(PublishConfig(trained, tmp_path / "peft", **given))
+    settings: dict[str, Any] = {"model": str(saved / "llama"), "bundle": bundle.folder}
+    folder = publish(PublishConfig(trained, tmp_path / "peft", **settings))
     model = AutoPeftModelForCausalLM.from_pretrained(str(folder)).eval()
     adapter = read_lora(trained)
     for name, lora_b in adapter.lora_b.items():
@@ -552,7 +556,7 @@ def test_a_published_adapter_names_a_base_model_that_loads(
     again = publish(PublishConfig(folder, tmp_path / "again", bundle=bundle.folder))
     assert (again / "adapter_config.json").read_bytes() == (folder / "adapter_config.json").read_bytes()
     # An adapter for the Hub names no path.
-    pushed = publish(PublishConfig(trained, tmp_path / "pushed", **given, push="me/adapter"))
+    pushed = publish(PublishConfig(trained, tmp_path / "pushed", **settings, push="me/adapter"))
     name = json.loads((pushed / "adapter_config.json").read_text())["base_model_name_or_path"]
     assert name == f"llama@{config['revision']}"
     assert not any(str(saved).encode() in path.read_bytes() for path in pushed.iterdir())

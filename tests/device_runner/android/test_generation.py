@@ -46,7 +46,7 @@ def test_the_verb_uses_the_runs_bundle_and_the_runs_as_adapters(phone: FakePhone
     )  # fmt: skip
     arguments, settings, read = parsed(done.stdout)
     assert arguments == ["-m", "prge.cli.main", "generate"]
-    given = {
+    expected = {
         "bundle": "/data/my bundle",
         "adapter": [f"first={phone.folder}/runs/first", "base"],
         "temperature": 0.5,
@@ -54,7 +54,7 @@ def test_the_verb_uses_the_runs_bundle_and_the_runs_as_adapters(phone: FakePhone
         "prompt": ["it's $HOME\n`ls`", "from here"],
         "json": True,
     }
-    assert {name: settings[name] for name in given} == given
+    assert {name: settings[name] for name in expected} == expected
     assert (read, done.stderr) == ("", "an error\n")
 
 

@@ -257,14 +257,14 @@ def test_adapters_and_files_are_sent(stopped: FakePhone, tmp_path: Path) -> None
     arguments += ["--chat-template", tmp_path / "chat.jinja", "--pause-above-celsius", 41, "--feedback"]
     output = stopped.prge("serve", *arguments).stdout
     assert "server: running" in output
-    given = settings_of(stopped)
-    sent, second, first, base = given["adapter"]
+    settings = settings_of(stopped)
+    sent, second, first, base = settings["adapter"]
     assert sent.startswith("mine=") and Path(sent[5:], "adapter_config.json").is_file()
     assert second == f"two={sent[5:]}" and base == "base"
     assert first == f"first={stopped.folder}/runs/first"
-    assert (given["model_name"], given["port"], given["pause_above_celsius"]) == ("bundle", 9000, 41)
-    assert Path(given["chat_template"]).read_text() == "x" and Path(given["bundle"]).is_dir()
-    assert given["feedback"] == f"{stopped.folder}/runs/server/feedback.jsonl"
+    assert (settings["model_name"], settings["port"], settings["pause_above_celsius"]) == ("bundle", 9000, 41)
+    assert Path(settings["chat_template"]).read_text() == "x" and Path(settings["bundle"]).is_dir()
+    assert settings["feedback"] == f"{stopped.folder}/runs/server/feedback.jsonl"
     assert (stopped.folder / "jobs/server/key").stat().st_mode & 0o777 == 0o600
     assert (tmp_path / "fake" / "adb.forwarded").read_text() == "tcp:9000 tcp:9000\n"
 
@@ -279,8 +279,8 @@ def test_rows_of_a_tuning_are_sent_only_to_a_server_that_learns(
     (tuning / "rows/test.jsonl").write_text("{}\n")
     (tuning / "run/config.yaml").write_text("{}")
     stopped.prge("serve", tuning, *(["--learn"] if learns else []))
-    given = settings_of(stopped)
-    there = Path(given["bundle"])
+    settings = settings_of(stopped)
+    there = Path(settings["bundle"])
     names = {str(path.relative_to(there)) for path in there.rglob("*") if path.is_file()}
     rows = {"rows/train.jsonl", "run/config.yaml", "run/journal.jsonl"} if learns else set()
     assert names == {"config.yaml", "tune.json", "run/final/adapter_config.json", *rows}
@@ -292,8 +292,8 @@ def test_rows_of_a_tuning_are_sent_only_to_a_server_that_learns(
     before = key_path().read_bytes()
     stopped.prge("serve", tuning, *(["--learn"] if learns else []))
     assert key_path().read_bytes() == before
-    assert given["model_name"] == "tuned"
-    assert given.get("learn") == (f"{stopped.folder}/runs/server" if learns else None)
+    assert settings["model_name"] == "tuned"
+    assert settings.get("learn") == (f"{stopped.folder}/runs/server" if learns else None)
 
 
 @pytest.mark.parametrize(

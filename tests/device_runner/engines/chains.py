@@ -81,10 +81,10 @@ def loss_of(outputs: torch.Tensor) -> torch.Tensor:
 
 def loss_gradient_of(outputs: Array) -> Array:
     """Return the gradient of `loss_of` with respect to the outputs."""
-    given = torch.tensor(outputs, dtype=torch.float64, requires_grad=True)
-    loss_of(given).backward()
-    assert given.grad is not None
-    return given.grad.numpy()
+    outputs_tensor = torch.tensor(outputs, dtype=torch.float64, requires_grad=True)
+    loss_of(outputs_tensor).backward()
+    assert outputs_tensor.grad is not None
+    return outputs_tensor.grad.numpy()
 
 
 def split(model: ModelSpec, call: Call, outputs: FloatArray) -> list[FloatArray]:

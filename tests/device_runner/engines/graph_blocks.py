@@ -155,8 +155,8 @@ class GraphBlocks:
         into: Mapping[str, Array] = MappingProxyType({}),
     ) -> dict[str, Array]:
         block = self._blocks[self._model.type_of[number]][role]
-        given = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in inputs.items()}
-        answers = block.call(given, self._tensors(number))
+        tensors = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in inputs.items()}
+        answers = block.call(tensors, self._tensors(number))
         result = {name: answer.contiguous().numpy() for name, answer in answers.items()}
         for name, memory in into.items():
             memory[: result[name].size] = result[name].ravel()
@@ -175,10 +175,10 @@ class GraphBlocks:
                 if callable(call):
                     call()
                     continue
-                given, answers = call
+                input_arrays, output_arrays = call
                 interface = self.interface(number, role)
-                result = self.run(number, role, dict(zip(interface.inputs, given, strict=True)))
-                for name, array in zip(interface.outputs, answers, strict=True):
+                result = self.run(number, role, dict(zip(interface.inputs, input_arrays, strict=True)))
+                for name, array in zip(interface.outputs, output_arrays, strict=True):
                     array[...] = result[name].reshape(array.shape)
 
         return compute

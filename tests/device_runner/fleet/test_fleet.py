@@ -175,20 +175,20 @@ def test_a_killed_device_sends_the_same_result(fleet: Fleet, method: dict[str, A
 def test_rows_of_a_round_continue_after_those_of_the_last_one(fleet: Fleet) -> None:
     """Each row of a device takes part once in every pass, whichever rounds the device missed."""
     settings = fleet.settings(rounds=5, local_steps=2, examples=2)
-    seen = []
+    rows = []
 
     def watched(device: int, task: bytes) -> bytes:
         reply = fleet.direct(device, task)
         if device == NODE:
             (journal,) = (fleet.folder / str(NODE)).glob("fleets/*/round-*/journal.jsonl")
             records = Journal(journal, writable=False).records
-            seen.extend(row for record in records for row in record["rows"])
+            rows.extend(row for record in records for row in record["rows"])
         return reply
 
     with open_fleet(settings) as server:
         for nodes in (NODES, NODES[1:], NODES, NODES, NODES):
             play(server, watched, nodes)
-    assert len(seen) == 16 and len(set(seen[:13])) == 13
+    assert len(rows) == 16 and len(set(rows[:13])) == 13
 
 
 def test_a_task_brings_only_what_is_missing(fleet: Fleet) -> None:

@@ -16,8 +16,10 @@ OTHERS = ListenFlags(host="0.0.0.0", insecure=True).access((), True)
 
 def status(access: Access = HERE, method: str = "POST", path: str = "/v1/completions", **headers: str) -> int:
     """Return the status for a request with these headers; 0 if it is accepted."""
-    given = {"host": "localhost:8000", "content_type": "application/json", **headers}
-    pairs = [(name.replace("_", "-").encode(), value.encode("latin-1")) for name, value in given.items()]
+    all_headers = {"host": "localhost:8000", "content_type": "application/json", **headers}
+    pairs = [
+        (name.replace("_", "-").encode(), value.encode("latin-1")) for name, value in all_headers.items()
+    ]
     try:
         access.check({"type": "http", "method": method, "path": path, "headers": pairs})
     except RequestError as error:
@@ -65,10 +67,10 @@ def test_a_server_accepts_its_own_names(monkeypatch: pytest.MonkeyPatch) -> None
     own = ["desk", "DESK:8000", "desk.local", "desk.example.org"]
     assert [status(others_of_desk(), host=host) for host in own] == [0] * 4
     assert [status(HERE, host=host) for host in own] == [403] * 4
-    given = ListenFlags(host="0.0.0.0", insecure=True, allowed_hosts=["AI.example.com", "[fe80::1]"])
-    assert status(given.access((), True), host="ai.example.com") == 0
+    flags = ListenFlags(host="0.0.0.0", insecure=True, allowed_hosts=["AI.example.com", "[fe80::1]"])
+    assert status(flags.access((), True), host="ai.example.com") == 0
     for host in ("x.ai.example.com", "example.com", "ai.example.com.evil.example"):
-        assert status(given.access((), True), host=host) == 403
+        assert status(flags.access((), True), host=host) == 403
     assert status(ListenFlags(allowed_hosts=["ai"]).access((), False), host="ai:8000") == 0
     everything = ListenFlags(allowed_hosts=["*"]).access((), False)
     assert status(everything, host="evil.example") == 0 and status(everything, host="") == 0

@@ -108,10 +108,10 @@ class Workspace:
         """Open a learner, as a new process does."""
         bundle = open_bundle(self.folder / "bundle")
         self.learn.mkdir(exist_ok=True)
-        given, tokenizer = replace(self.flags, **flags), load_bundle_tokenizer(bundle)
+        flags_of_learner, tokenizer = replace(self.flags, **flags), load_bundle_tokenizer(bundle)
         return OnlineLearner(
-            given,
-            *plan_rounds(given, EngineFlags(), source, bundle, tokenizer),
+            flags_of_learner,
+            *plan_rounds(flags_of_learner, EngineFlags(), source, bundle, tokenizer),
             bundle,
             start or Adapter.zeros(bundle.chain.modules),
             tokenizer,

@@ -278,10 +278,10 @@ def test_fifty_simultaneous_clients_get_the_same_completions_as_alone(child: Chi
     def ask(number: int) -> bool:
         prompt = prompts[number % len(prompts)]
         client = child.client()
-        given = {"model": "tuned", "prompt": prompt, "max_tokens": 16, "temperature": 0}
+        settings = {"model": "tuned", "prompt": prompt, "max_tokens": 16, "temperature": 0}
         if number % 2:
-            return bool(client.completions.create(**given).choices[0].text == texts[prompt])
-        events = client.completions.create(**given, stream=True)
+            return bool(client.completions.create(**settings).choices[0].text == texts[prompt])
+        events = client.completions.create(**settings, stream=True)
         return "".join(event.choices[0].text for event in events) == texts[prompt]
 
     with ThreadPoolExecutor(50) as pool:

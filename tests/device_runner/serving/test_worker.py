@@ -93,32 +93,32 @@ def test_an_unexpected_error_ends_the_worker_and_is_raised() -> None:
 
 
 def test_a_worker_reports_when_it_becomes_busy_and_idle() -> None:
-    seen: list[bool] = []
+    states: list[bool] = []
     output: Queue[GenerationEvent] = Queue()
-    with Worker(Generator(NumpyGenerationEngine(context=4000), TOKENIZER), 4, seen.append) as worker:
+    with Worker(Generator(NumpyGenerationEngine(context=4000), TOKENIZER), 4, states.append) as worker:
         first = worker.submit([(request(most=3000), output.put)])
         second = worker.submit([(request(most=3000), output.put)])
         worker.cancel(first)
-        assert ended(output)[1] in first and seen == [True]
+        assert ended(output)[1] in first and states == [True]
         worker.cancel(second)
-        assert ended(output)[1] in second and seen == [True, False]
+        assert ended(output)[1] in second and states == [True, False]
         with raises(DataError, "prompt-empty"):
             worker.submit([(Request(Prompt(()), make_adapter()), output.put)])
-        assert seen == [True, False]
+        assert states == [True, False]
         worker.submit([(request(), output.put)])
         ended(output)
-        assert seen == [True, False] * 2
+        assert states == [True, False] * 2
 
 
 def test_learning_is_paused_from_a_request_to_its_completion() -> None:
-    seen: list[int] = []
-    learning: Any = SimpleNamespace(problem="", pause=lambda is_answering: seen.append(is_answering or -1))
+    changes: list[int] = []
+    learning: Any = SimpleNamespace(problem="", pause=lambda is_answering: changes.append(is_answering or -1))
     models = Models({"base": make_adapter()}, TOKENIZER)
     with Worker(Generator(NumpyGenerationEngine(), TOKENIZER), 4, learning.pause) as worker:
         client = TestClient(make_app(models, worker, Access(), learning=learning), "http://localhost")
         for prompt, status in (("a", 200), ("word " * 1000, 400), ("b", 200)):
             parsed = {"model": "base", "prompt": prompt, "max_tokens": 3}
             assert client.post("/v1/completions", json=parsed).status_code == status
-    waits = list(accumulate(seen))
+    waits = list(accumulate(changes))
     # Paused twice until the worker has the request, and then once.
     assert waits == [1, 2, 1, 0, 1, 0, 1, 2, 1, 0]

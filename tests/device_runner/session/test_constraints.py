@@ -93,10 +93,12 @@ def test_flags_and_when_make_the_same_conditions() -> None:
     flags = RunSettings(
         Path("b"), Path("t"), Path("o"), only_charging=True, pause_above_celsius=41, pause_below_battery=30
     )
-    given, parsed = flags.constraints(), parse_when("charging,cool:41,battery:30")
-    assert [{**vars(each), "flag": ""} for each in given] == [{**vars(each), "flag": ""} for each in parsed]
+    from_flags, from_when = flags.constraints(), parse_when("charging,cool:41,battery:30")
+    assert [{**vars(each), "flag": ""} for each in from_flags] == [
+        {**vars(each), "flag": ""} for each in from_when
+    ]
     policy = Policy(only_charging=True, pause_above_celsius=41, pause_below_battery=30)
-    assert policy.constraints() == given
+    assert policy.constraints() == from_flags
 
 
 def reason_and_messages(pauses: Pauses) -> tuple[str, list[str]]:

@@ -107,8 +107,8 @@ def test_settings_without_a_meaning_are_refused(changes: dict[str, Any], value: 
 
 def test_a_default_that_is_set_is_accepted() -> None:
     arguments = ["--bundle", "b", "--train", "t", "--out", "o", "--epsilon", "0.01"]
-    given = parse_settings(RunSettings, arguments, "prge run")
-    assert resolve_settings(given, with_roles({FORWARD, JVP})).estimator == "tangent"
+    settings = parse_settings(RunSettings, arguments, "prge run")
+    assert resolve_settings(settings, with_roles({FORWARD, JVP})).estimator == "tangent"
 
 
 def test_steps_to_evaluate_at_lie_within_the_run() -> None:

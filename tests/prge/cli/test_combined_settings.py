@@ -59,9 +59,9 @@ def parsed(*arguments: str) -> Any:
 
 
 def test_fields_of_both_parts_share_a_command_line() -> None:
-    given = parsed("--bundle", "b", "--prompt", "x", "--wait", "--stop", "a", "c")
-    assert shared_values(_Flags, given) == {"folder": "/there", "wait": True}
-    own = shared_values(_Verb, given)
+    settings = parsed("--bundle", "b", "--prompt", "x", "--wait", "--stop", "a", "c")
+    assert shared_values(_Flags, settings) == {"folder": "/there", "wait": True}
+    own = shared_values(_Verb, settings)
     assert own.pop("folder") == "/there"
     assert _Verb(**own) == _Verb(Path("b"), prompt="x", stop=["a", "c"])
 

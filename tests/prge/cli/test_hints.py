@@ -131,8 +131,8 @@ def test_keys_of_a_file_get_hints(tmp_path: Path) -> None:
     ],
 )
 def test_a_url_is_quoted_as_it_was_typed(arguments: list[str], message: str) -> None:
-    given = {"--data": "d", "--model": "m", "--out": "o", arguments[0]: arguments[1]}
-    (problem,) = problems(TuneSettings, *(word for pair in given.items() for word in pair))
+    values = {"--data": "d", "--model": "m", "--out": "o", arguments[0]: arguments[1]}
+    (problem,) = problems(TuneSettings, *(word for pair in values.items() for word in pair))
     assert message in problem
 
 

@@ -323,8 +323,8 @@ def test_outside_paths_in_settings_of_a_foreign_folder_are_refused(
     ]
     again = ["--rows", f"{folder}/a", "../x", "--bundle", "~/b", "--json", "new.json", "--task", "secret"]
     assert caught.value.remedy.endswith(f"give them again: {shlex.join(again)}")
-    given = parse_settings(Everywhere, [*arguments, *again], "prge")
-    assert given.out == folder and given.resume == folder
+    settings = parse_settings(Everywhere, [*arguments, *again], "prge")
+    assert settings.out == folder and settings.resume == folder
     with pytest.raises(ConfigError) as caught:
         parse_settings(Everywhere, [*arguments, *again[:3], *again[5:]], "prge")
     assert caught.value.problems == ["bundle: '~/b'"]
@@ -334,7 +334,7 @@ def test_outside_paths_in_settings_of_a_foreign_folder_are_refused(
         read_stored(Everywhere, config, "prge", {"out", "rows", "bundle", "json", "resume"}, "do so")
     assert caught.value.problems == ["task: 'secret'"] and caught.value.remedy == "do so"
     write_settings(config, outside)
-    assert parse_settings(Everywhere, arguments, "prge") == given
+    assert parse_settings(Everywhere, arguments, "prge") == settings
     config.write_text("rows: &a /etc/passwd\nbundle: *a\n")
     with raises(ConfigError, "settings-unusable", containing="*a"):
         parse_settings(Everywhere, arguments, "prge")

@@ -15,8 +15,8 @@ from prge.errors import INTERRUPTED, PrgeError
 
 def test_settings_go_into_a_file_that_the_verb_reads(tmp_path: Path) -> None:
     path = tmp_path / "settings" / "run.yaml"
-    given = {"bundle": Path("b"), "columns": ("a=b", "c=--d"), "quiet": False, "threads": None}
-    assert write_verb_config("android run", given, path) == ["android", "run", "--config", str(path)]
+    settings = {"bundle": Path("b"), "columns": ("a=b", "c=--d"), "quiet": False, "threads": None}
+    assert write_verb_config("android run", settings, path) == ["android", "run", "--config", str(path)]
     assert yaml.safe_load(path.read_text()) == {"bundle": "b", "columns": ["a=b", "c=--d"], "quiet": False}
 
 

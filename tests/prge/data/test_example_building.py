@@ -133,9 +133,9 @@ def test_messages() -> None:
     )
 
 
-def turns(*words: str) -> list[dict[str, str]]:
+def turns(*texts: str) -> list[dict[str, str]]:
     """Return a chat of alternating questions and answers."""
-    return [{"role": ("user", "assistant")[n % 2], "content": word} for n, word in enumerate(words)]
+    return [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)]
 
 
 def test_a_chat_that_is_too_long_is_split_between_turns() -> None:

@@ -178,17 +178,19 @@ def test_the_smallest_limit_is_the_largest_file_of_a_block() -> None:
 def test_memory_of_a_row_in_chunks_grows_with_its_length() -> None:
     outline = replace(OUTLINE, longest=8192)
     weights = estimate_weight_bytes(outline, "fp32", True, ROLES)
-    taken = {}
+    needed = {}
     for length in (256, 512, 1024, 2048, 4096, 8192):
         shape = replace(EXACT, sequences=1, tokens=length, targets=1)
-        taken[length] = estimate_run_memory(
+        needed[length] = estimate_run_memory(
             outline, shape, weights, ROLES, "native", weights.largest
         ).anonymous
     # In chunks, the scores of attention grow in proportion to the length of the row.
-    assert taken[8192] - taken[4096] < 2.5 * (taken[4096] - taken[2048])
+    assert needed[8192] - needed[4096] < 2.5 * (needed[4096] - needed[2048])
     whole = replace(OUTLINE, longest=512)
     shape = replace(shape, tokens=512)
-    assert taken[512] < estimate_run_memory(whole, shape, weights, ROLES, "native", weights.largest).anonymous
+    assert (
+        needed[512] < estimate_run_memory(whole, shape, weights, ROLES, "native", weights.largest).anonymous
+    )
 
 
 def test_the_memory_table_has_all_estimators_and_both_limits() -> None:
@@ -230,8 +232,8 @@ def test_adapter_and_directions() -> None:
     # Directions of a whole step are in memory, however few of its sequences are computed at once.
     large = replace(JVP, sequences=1000)
     assert large.sequences_at_once < 1000
-    taken = estimate_run_memory(OUTLINE, large, WEIGHTS, ROLES, "native")
-    assert taken.directions == 500 * tangent.directions
+    memory_of_step = estimate_run_memory(OUTLINE, large, WEIGHTS, ROLES, "native")
+    assert memory_of_step.directions == 500 * tangent.directions
 
 
 def test_the_native_engine_needs_memory_for_the_call_whatever_the_bounds() -> None:

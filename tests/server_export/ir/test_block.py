@@ -60,14 +60,14 @@ def test_tensors_replace_those_of_the_graph() -> None:
 
 
 def test_inputs_of_layers_can_be_observed_and_operators_replaced() -> None:
-    seen: list[tuple[list[str], torch.Tensor]] = []
+    calls: list[tuple[list[str], torch.Tensor]] = []
     state, none = torch.randn(3, 2, WIDTH), torch.zeros(1, WIDTH, WIDTH)
     adapted_block().call(
         {"hidden_states": state, "lora_b.0": none},
-        watch=lambda names, value: seen.append(([*names], value)),
+        watch=lambda names, value: calls.append(([*names], value)),
         operators={aten.linear.default: lambda source, weight: source},
     )
-    ((names, value),) = seen
+    ((names, value),) = calls
     assert names == ["weight"] and torch.equal(value, state)
 
 

@@ -27,8 +27,12 @@ class Layer(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         first = streams[0]
         keys = keys if self.keys is None else self.keys(first)
-        seen = torch.bmm(torch.softmax(torch.bmm(first, keys.transpose(1, 2)), -1), keys)
-        mixed = self.mix(seen * own_input) if lora_b is None else self.mix(seen * own_input) + seen @ lora_b
+        attended = torch.bmm(torch.softmax(torch.bmm(first, keys.transpose(1, 2)), -1), keys)
+        mixed = (
+            self.mix(attended * own_input)
+            if lora_b is None
+            else self.mix(attended * own_input) + attended @ lora_b
+        )
         streams = streams * torch.tensor(0.5).sqrt()
         streams[1:] += mixed
         return streams, keys

@@ -89,9 +89,9 @@ def test_parts_of_a_json_file_are_used_like_those_of_a_folder(tmp_path: Path) ->
 )
 def test_rows_of_feedback_are_used(tmp_path: Path, objective: Any, columns: set[str], note_end: str) -> None:
     answers = [AnswerRecord(str(n), "m", "", {"prompt": f"p{n}"}, " b", {}) for n in range(22)]
-    given = [each.to_feedback(correction=" c") for each in answers[2:]]
+    corrections = [each.to_feedback(correction=" c") for each in answers[2:]]
     append_feedback(
-        tmp_path / "a.jsonl", [answers[0].to_feedback("good"), answers[1].to_feedback("bad"), *given]
+        tmp_path / "a.jsonl", [answers[0].to_feedback("good"), answers[1].to_feedback("bad"), *corrections]
     )
     rows = UserRows(tune(tmp_path / "a.jsonl", objective=objective))
     parts = rows.split(TOKENIZER, SPEC)
@@ -176,8 +176,8 @@ def test_target_tokens_that_would_be_lost_are_an_error_before_the_export(tmp_pat
     rows.check(TOKENIZER, SPEC)
     with raises(DataError, "targets-dropped"):
         rows.split(TOKENIZER, SPEC)
-    for given in ({"overflow": "split"}, {"max_dropped": 1.0}):
-        UserRows(tune(tmp_path / "a.jsonl", **given)).split(TOKENIZER, SPEC)
+    for settings in ({"overflow": "split"}, {"max_dropped": 1.0}):
+        UserRows(tune(tmp_path / "a.jsonl", **settings)).split(TOKENIZER, SPEC)
 
 
 def test_an_encoder_needs_rows_of_every_class(tmp_path: Path) -> None:

@@ -115,12 +115,12 @@ def test_a_package_without_libraries_is_reported(tmp_path: Path) -> None:
 def test_a_library_built_elsewhere_is_accepted(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = tmp_path / "given.so"
-    monkeypatch.setenv("PRGE_NATIVE_LIBRARY", str(given))
-    with raises(EngineError, "native-library-missing", containing=str(given)):
+    library = tmp_path / "given.so"
+    monkeypatch.setenv("PRGE_NATIVE_LIBRARY", str(library))
+    with raises(EngineError, "native-library-missing", containing=str(library)):
         build.library()
-    given.write_bytes(b"")
-    assert build.library() == given and not cache.exists()
+    library.write_bytes(b"")
+    assert build.library() == library and not cache.exists()
 
 
 def test_the_command_builds_a_library_that_finds_its_neighbours(cache: Path, tmp_path: Path) -> None:

@@ -301,10 +301,10 @@ def test_sizes_beyond_the_bound_are_refused(dynamic: LoweredBlocks) -> None:
     """One axis is too large, even if the total number of elements isn't."""
     blocks = loaded(dynamic)
     state, mask, lora_b = make_inputs("score", MAX_ROWS + 1, 2)
-    for given in (state, np.empty((0, 2, WIDTH), np.float32)):
+    for unfitting in (state, np.empty((0, 2, WIDTH), np.float32)):
         with pytest.raises(EngineRefusalError) as caught:
-            blocks[0]["score"].run([given, mask, lora_b], make_outputs("score"))
-        assert f"input 0 has size {len(given)} in axis 0, must be in 1 to {MAX_ROWS}" in caught.value.log
+            blocks[0]["score"].run([unfitting, mask, lora_b], make_outputs("score"))
+        assert f"input 0 has size {len(unfitting)} in axis 0, must be in 1 to {MAX_ROWS}" in caught.value.log
     with pytest.raises(EngineRefusalError) as caught:
         blocks[0]["score"].run(make_inputs("score", 2, 3), [np.empty((2, 2, WIDTH), np.float32)])
     assert "output 0 takes 768 bytes, there is room for 512" in caught.value.log

@@ -30,9 +30,9 @@ def _masses(bits: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
 def test_samples_have_their_nominal_probabilities(bits: int) -> None:
     samples = discrete_gaussian(bits, 400_000, _words(bits))
     numbers, masses = _masses(bits)
-    seen, expected = np.histogram(samples, [*numbers, numbers[-1] + 1])[0], masses * len(samples)
+    counts, expected = np.histogram(samples, [*numbers, numbers[-1] + 1])[0], masses * len(samples)
     often = expected > 20
-    distance = ((seen - expected) ** 2 / expected)[often].sum()
+    distance = ((counts - expected) ** 2 / expected)[often].sum()
     # Chi-squared: five standard deviations above its mean.
     freedom = int(often.sum()) - 1
     assert distance < freedom + 5 * math.sqrt(2 * freedom)

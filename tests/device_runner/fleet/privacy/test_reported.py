@@ -63,9 +63,9 @@ def test_participations_are_bounded_and_no_step_has_a_row_twice(
     """This holds for any number of windows, and wherever in its order a device begins."""
     sampler = CyclicRows(_split(windows), examples, seed)
     sampler.offset = seed % 7
-    seen = [Counter(example.row for example in sampler.examples_at(step)) for step in range(steps)]
-    assert all(count == 1 for each in seen for count in each.values())
-    together, rows = sum(seen, Counter[int]()), len(windows)
+    counts = [Counter(example.row for example in sampler.examples_at(step)) for step in range(steps)]
+    assert all(count == 1 for each in counts for count in each.values())
+    together, rows = sum(counts, Counter[int]()), len(windows)
     assert max(together.values(), default=0) == max_participations(steps, min(examples, rows), rows)
 
 

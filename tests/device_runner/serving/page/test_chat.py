@@ -190,9 +190,9 @@ def test_sampling_settings_are_sent_with_the_message(server: Served, visit: Visi
     page = visit(server.url, expected=("400",))
     sent: list[Any] = []
     page.on("request", lambda request: sent.append(request.post_data_json) if request.post_data else None)
-    given = {"Temperature": "0.5", "Top p": "0.9", "Top k": "40", "Min p": "0.2", "Repetition penalty": "1.1",
-             "Max tokens": "99", "Seed": "7"}  # fmt: skip
-    for name, value in given.items():
+    values = {"Temperature": "0.5", "Top p": "0.9", "Top k": "40", "Min p": "0.2",
+              "Repetition penalty": "1.1", "Max tokens": "99", "Seed": "7"}  # fmt: skip
+    for name, value in values.items():
         page.get_by_label(name).fill(value)
     expect(send_message(page, "Hello")).to_contain_text("temperature 0.5")
     named = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "seed")
@@ -344,11 +344,11 @@ def test_a_key_is_requested_once_per_tab(visit: Visit) -> None:
         urls: list[str] = []
         page.on("request", lambda request: urls.append(request.url))
         field = page.get_by_label("API key")
-        for given, output in (("wrong", "This key is wrong."), ("secret", "")):
-            field.fill(given)
+        for key, message in (("wrong", "This key is wrong."), ("secret", "")):
+            field.fill(key)
             page.get_by_role("button", name="Open").click()
-            if output:
-                expect(page.get_by_role("alert").filter(has_text=output)).to_be_visible()
+            if message:
+                expect(page.get_by_role("alert").filter(has_text=message)).to_be_visible()
         expect(send_message(page, "Hello")).to_contain_text("You said: Hello")
         page.reload()
         expect(send_message(page, "Again")).to_contain_text("You said: Again")

@@ -266,8 +266,8 @@ def test_a_weight_counts_and_must_be_a_number() -> None:
 
 
 def test_a_task_accepts_only_the_objectives_of_candidates() -> None:
-    words = {"name": "mood", "template": "{text} was", "label_words": {0: " bad", 1: " good"}}
-    task = parse_task(words, "mood")
+    fields_of_task = {"name": "mood", "template": "{text} was", "label_words": {0: " bad", 1: " good"}}
+    task = parse_task(fields_of_task, "mood")
     fields = rows({"text": "the film", "label": 1}, {"text": "the cat", "label": 0})
 
     def built_of(objective: ObjectiveName) -> list[Example]:

@@ -172,9 +172,9 @@ def test_label_words_may_bring_their_own_space() -> None:
     ],
 )
 def test_labels_as_files_write_them(keys: tuple[Any, Any], value: Any, index: int) -> None:
-    words = dict(zip(keys, ("bad", "good"), strict=True))
+    label_words = dict(zip(keys, ("bad", "good"), strict=True))
     assert (
-        parse_task({"name": "a", "template": "{t}", "label_words": words}, "a").label({"label": value})
+        parse_task({"name": "a", "template": "{t}", "label_words": label_words}, "a").label({"label": value})
         == index
     )
 
@@ -341,8 +341,8 @@ def test_generation_settings() -> None:
     assert load_task("squad").generate == load_task("drop").generate == Generate(50, ("\n",))
     assert load_task("sst2").generate is None
     assert parse_task({**QUESTION, "generate": {}}, "a").generate == Generate(50, ("\n",))
-    given = {"max_tokens": 5, "stop": ["#", "\n\n"]}
-    assert parse_task({**QUESTION, "generate": given}, "a").generate == Generate(5, ("#", "\n\n"))
+    settings = {"max_tokens": 5, "stop": ["#", "\n\n"]}
+    assert parse_task({**QUESTION, "generate": settings}, "a").generate == Generate(5, ("#", "\n\n"))
 
 
 def test_unknown_names_and_damaged_yaml_are_reported(tmp_path: Path) -> None:

@@ -133,19 +133,19 @@ def test_rows_are_matched_before_the_file_is_locked(tmp_path: Path) -> None:
     """Appending doesn't wait for the check, and a row that is appended during the check is checked too."""
     path = tmp_path / "feedback.jsonl"
     append_feedback(path, [ROW] * 3)
-    seen = []
+    numbers = []
 
     def give_up() -> None:
         raise AssertionError("the file is locked")
 
     def is_meant(number: int, fields: Any, line: str) -> bool:
-        if len(seen) < 3:
+        if len(numbers) < 3:
             append_feedback(path, [{**ROW, "id": f"new {number}"}], give_up)
-        seen.append(number)
+        numbers.append(number)
         return number in (2, 4)
 
     assert remove_rows(path, is_meant) == 2
-    assert seen == [1, 2, 3, 4, 5, 6]
+    assert numbers == [1, 2, 3, 4, 5, 6]
     assert [row["id"] for row in read_feedback(path)] == ["cmpl-1", "cmpl-1", "new 2", "new 3"]
 
 

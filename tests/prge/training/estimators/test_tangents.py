@@ -155,11 +155,11 @@ def test_sequences_of_an_example_share_its_direction() -> None:
     examples = [*ROWS["longer candidates"][:2], ROWS["completions"][0], ROWS["longer candidates"][3]]
     result = TangentEstimator(QUERIES).measure(engine, Step(adapter, examples, SEED, STEP))
     ((_, u, v),) = RankOneDirections(SEED, STEP, QUERIES, 4, adapter.modules).factors()
-    ((call, given),) = engine.given
+    ((call, factors),) = engine.given
     assert len(call.sequences) == 7
     for name, factor in (("u", u), ("v", v)):
         for sequence, example in enumerate((0, 0, 1, 1, 2, 3, 3)):
-            assert np.array_equal(given[f"{name}.{MODULE}"][:, sequence], factor[:, example])
+            assert np.array_equal(factors[f"{name}.{MODULE}"][:, sequence], factor[:, example])
     assert result.projected_gradients.shape == (QUERIES, 4)
 
 

@@ -56,8 +56,8 @@ def header(
     data: int = 128,
 ) -> bytes:
     fields = [field(*ARCHITECTURE), *fields]
-    given = counts or (len(tensors), len(fields))
-    head = magic + struct.pack("<IQQ", version, *given) + b"".join([*fields, *tensors])
+    stated_counts = counts or (len(tensors), len(fields))
+    head = magic + struct.pack("<IQQ", version, *stated_counts) + b"".join([*fields, *tensors])
     return head + bytes(-len(head) % 32 + data)
 
 

@@ -98,13 +98,13 @@ def test_gradients_equal_the_drivers(tmp_path: Path) -> None:
 
 def test_full_logits_never_exist(tmp_path: Path) -> None:
     problem, _, _ = build_problem(tmp_path, "llama", CHOICES)
-    seen = []
+    shapes = []
     problem.model.get_output_embeddings().register_forward_hook(
-        lambda module, inputs, output: seen.append(tuple(output.shape))
+        lambda module, inputs, output: shapes.append(tuple(output.shape))
     )
     problem.loss(CHOICES)
     # One position for each of the two prompts, although five words are compared.
-    assert seen == [(1, 2, 128)]
+    assert shapes == [(1, 2, 128)]
 
 
 def test_another_model_is_refused(tmp_path: Path) -> None:

@@ -71,5 +71,5 @@ def test_clipping_bounds_what_a_row_adds_to_a_step() -> None:
 def test_the_right_guess_is_the_likeliest() -> None:
     own = gradients(1)
     report = make_report(ReportView(), own)
-    seen = report.view(torch.cat([own, own * 1.1, -own]))
-    assert int(report.log_likelihoods(seen).argmax()) == 0
+    reports = report.view(torch.cat([own, own * 1.1, -own]))
+    assert int(report.log_likelihoods(reports).argmax()) == 0
