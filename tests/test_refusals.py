@@ -27,12 +27,12 @@ from tests.bundles import make_bundle
 from tests.verbs import prge
 
 # Paths that a verb writes on another machine, or not at all.
-ELSEWHERE = {("prge android run", "out"), ("prge estimate", "out")}
+NOT_WRITTEN_HERE = {("prge android run", "out"), ("prge estimate", "out")}
 # Verbs that don't change the content of an existing folder.
 ACCEPTED = {("prge fleet keys", "out"), ("prge rows forget", "file")}
 SUFFIX = {("prge report", "out"): ".html"}
-# Words that refuse a command before it would access the network or begin its work.
-MORE = {"prge android bundle": ["--compiler", "no-such-compiler"]}
+# Arguments that make a verb refuse a command before it would access the network or begin its work.
+ADDITIONAL_ARGUMENTS = {"prge android bundle": ["--compiler", "no-such-compiler"]}
 
 
 class Verb(NamedTuple):
@@ -89,7 +89,7 @@ def test_every_path_setting_is_an_input_or_an_output() -> None:
         if contains_path_type(field_type)
         and not {name} & {*input_settings(verb.settings), *output_settings(verb.settings)}
     }
-    assert unknown == ELSEWHERE
+    assert unknown == NOT_WRITTEN_HERE
 
 
 # Stored text settings that don't name a path.
@@ -153,7 +153,7 @@ def _folder_of_names(*names: str) -> Callable[[Path], None]:
     return make
 
 
-THERE: Mapping[str, Callable[[Path], None]] = {
+EXISTING: Mapping[str, Callable[[Path], None]] = {
     "nothing": lambda path: None,
     "no folder for it": lambda path: path.parent.rmdir(),
     "csv": _file(CONTENT["csv"], 0o644),
@@ -221,7 +221,7 @@ def _arguments(verb: Verb, written: str, given: Path) -> Sequence[str]:
 def test_a_refused_command_changes_nothing_where_it_would_write(
     verb: Verb, name: str, output: Output, has_inputs: bool, tmp_path: Path
 ) -> None:
-    for variant, make in THERE.items():
+    for variant, make in EXISTING.items():
         work = tmp_path / variant.replace(" ", "-")
         work.mkdir()
         input_folder = tmp_path / f"given-{work.name}"
@@ -236,7 +236,7 @@ def test_a_refused_command_changes_nothing_where_it_would_write(
         before = _content(tmp_path)
         arguments = [
             *verb.prog.split()[1:], *_arguments(verb, name, input_folder), flag(name), str(path),
-            *MORE.get(verb.prog, []),
+            *ADDITIONAL_ARGUMENTS.get(verb.prog, []),
         ]  # fmt: skip
         ended = prge(*arguments, check=False, cwd=input_folder)
         after = _content(tmp_path)

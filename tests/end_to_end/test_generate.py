@@ -30,7 +30,9 @@ def trained(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-def expected(model: Path, adapter: Path | None, prompts: tuple[str, ...], most: int = 12) -> list[list[int]]:
+def expected(
+    model: Path, adapter: Path | None, prompts: tuple[str, ...], max_tokens: int = 12
+) -> list[list[int]]:
     """Return greedy tokens of transformers without the end-of-sequence token, with an adapter by PEFT."""
     import peft
     import torch
@@ -44,7 +46,11 @@ def expected(model: Path, adapter: Path | None, prompts: tuple[str, ...], most: 
     for prompt in prompts:
         ids = tokenizer(prompt, return_tensors="pt").input_ids
         out = loaded.generate(
-            input_ids=ids, attention_mask=ids * 0 + 1, max_new_tokens=most, do_sample=False, pad_token_id=0
+            input_ids=ids,
+            attention_mask=ids * 0 + 1,
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            pad_token_id=0,
         )
         answers.append([token for token in out[0, ids.shape[1] :].tolist() if token != END])
     return answers

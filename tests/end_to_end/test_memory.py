@@ -23,7 +23,7 @@ from tests.workshop import write_rows
 
 Arguments = list[object]
 # A prediction is an upper bound, but a close one.
-LEAST_SHARE, MOST_SHARE = 0.97, 1.6
+MIN_SHARE, MAX_SHARE = 0.97, 1.6
 
 
 # The system counts memory from before exec, so a small process starts the verb.
@@ -86,7 +86,7 @@ def test_too_little_memory_is_refused_with_the_minimum_which_suffices(
     done, peak = child(*arguments, "--memory", least)
     assert peak <= least
     assert f"MB at most, of the {least / 1e6:,.0f} MB of --memory" in done.stdout
-    assert peak >= least / MOST_SHARE
+    assert peak >= least / MAX_SHARE
 
 
 def test_chat_refuses_too_little_memory(workshop: Path) -> None:
@@ -145,6 +145,6 @@ def test_the_predicted_memory_of_a_run_is_what_it_needs(
     ]  # fmt: skip
     arguments += ["--steps", 6, "--batch-size", batch, "--overflow", "truncate", "--max-dropped", 1]
     _, peak = child(*arguments, "--memory", predicted)
-    assert LEAST_SHARE * peak <= predicted <= MOST_SHARE * peak
+    assert MIN_SHARE * peak <= predicted <= MAX_SHARE * peak
     memory = json.loads((tmp_path / "out" / "run.json").read_text())["train"]["memory"]
     assert memory["peak_bytes"] == pytest.approx(peak, rel=0.02)

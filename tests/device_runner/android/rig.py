@@ -42,8 +42,8 @@ from tests.device_runner.android.fleet_of_one import train_fleet_of_one
 DEMO = REPOSITORY / "server_export" / "demo_data"
 SHELL_USER = 2000
 FLEET_FOLDER = "/data/local/tmp/fleet"
-MOST_MEGABYTES = 140
-MOST_DIFFERENCE = 1e-4
+MAX_MEGABYTES = 140
+MAX_DIFFERENCE = 1e-4
 STEPS = 8
 SERVED_PORT = 8123
 _LOADER = "ld-linux-aarch64.so.1"
@@ -155,9 +155,9 @@ def _examine(work: Path) -> dict[str, object]:
     figures |= {"bundle_mb": round(runtime.megabytes, 1), "bundle_reproducible": runtime.tree == again.tree}
     figures["fleet_bundle_mb"] = round(fleet.megabytes, 1)
     checks = [
-        runtime.megabytes <= MOST_MEGABYTES,
+        runtime.megabytes <= MAX_MEGABYTES,
         runtime.tree == again.tree,
-        figures["max_projected_gradient_difference"] <= MOST_DIFFERENCE,  # type: ignore[operator]
+        figures["max_projected_gradient_difference"] <= MAX_DIFFERENCE,  # type: ignore[operator]
         figures["max_adapter_difference"] <= 0.05 * figures["largest_adapter_value"],  # type: ignore[operator]
         figures["published"],
         figures["paused_while_hot"],

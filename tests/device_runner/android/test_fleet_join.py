@@ -17,7 +17,7 @@ from tests.device_runner.android.conftest import built_runtime
 from tests.device_runner.android.daemons import Daemon, end_jobs
 from tests.device_runner.android.fake_adb import FakePhone
 from tests.device_runner.android.fleet_of_one import train_fleet_of_one
-from tests.device_runner.fleet.network.nodes import Echoes, run_all_rounds, serving
+from tests.device_runner.fleet.network.nodes import RoundNumberCoordinator, run_all_rounds, serving
 
 
 @pytest.mark.whole
@@ -28,7 +28,7 @@ def test_a_phone_joins_a_fleet_by_cable(tmp_path: Path) -> None:
     rows.write_text('{"prompt": "a", "completion": "b"}\n')
     policy = tmp_path / "policy.yaml"
     policy.write_text("most_steps: 3\n")
-    rounds = Echoes(1)
+    rounds = RoundNumberCoordinator(1)
     with serving(tmp_path / "server", keys / "server") as link:
         try:
             arguments = ["--server", link.address, "--name", "mine", "--keys", keys / "devices" / "one"]

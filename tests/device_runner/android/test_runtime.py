@@ -16,7 +16,7 @@ from device_runner.android.runtime import BundleSettings, Runtime, build_runtime
 from prge.errors import DeviceError, EngineError, RunError
 from tests.refusals import raises
 
-MOST_MEGABYTES, MOST_FLEET_MEGABYTES = 140, 220
+MAX_MEGABYTES, MAX_FLEET_MEGABYTES = 140, 220
 
 
 def test_an_existing_folder_is_kept(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_a_runtime_is_small_and_a_changed_one_is_refused(runtime: Path, tmp_path
     manifest = json.loads((runtime / "runtime.json").read_text())
     opened = open_runtime(runtime)
     assert opened.machine == "amd64" and manifest["driver"] == driver_hash()
-    assert opened.megabytes <= MOST_MEGABYTES
+    assert opened.megabytes <= MAX_MEGABYTES
     assert not [path for path in runtime.rglob("*") if path.is_symlink() or path.name == "__pycache__"]
     copy = Runtime(tmp_path / "copy", opened.machine, opened.tree)
     shutil.copytree(runtime, copy.folder)
@@ -69,7 +69,7 @@ def test_the_time_is_that_of_the_phones_own_clock(
 def test_a_runtime_for_fleets_runs_flower(runtime: Path, tmp_path: Path) -> None:
     """The fixture `runtime` skips this test if no runtime can be built."""
     fleet_runtime = build_runtime(BundleSettings(out=tmp_path / "fleet", machine="amd64", fleet=True))
-    assert open_runtime(runtime).megabytes < fleet_runtime.megabytes <= MOST_FLEET_MEGABYTES
+    assert open_runtime(runtime).megabytes < fleet_runtime.megabytes <= MAX_FLEET_MEGABYTES
     process = subprocess.run(
         [
             "sh",

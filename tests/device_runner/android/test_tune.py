@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(600)
 
 STEPS = 8
 # Fewest runs of so short a tuning: one to measure the pace, one for each learning rate, and the final run.
-FEWEST_RUNS = 6
+MIN_RUNS = 6
 
 
 @dataclass
@@ -108,7 +108,7 @@ def test_runs_are_on_the_phone_and_the_result_is_here(workstation: Workstation, 
     memory = result["chosen"]["memory"]
     assert memory["value"] == phone["free_bytes"] // 2 and "the phone has free" in memory["why"]
     runs = [*tuned.glob("search/*"), tuned / "run"]
-    assert len(runs) >= FEWEST_RUNS
+    assert len(runs) >= MIN_RUNS
     for run in runs:
         bundle = parse_yaml((run / "config.yaml").read_text())["bundle"]
         assert bundle.startswith(f"{workstation.folder}/bundles/")

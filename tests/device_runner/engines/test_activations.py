@@ -34,7 +34,7 @@ from tests.workshop import FolderBuilder
 
 ENOUGH = 1 << 40
 # More than a tiny chain needs, and more than its calls are split into.
-MOST_BLOCKS, MOST_PARTS = 32, 64
+MAX_BLOCKS, MAX_PARTS = 32, 64
 STATES = [np.random.default_rng(n).standard_normal((1, 2, 5, 3)).astype(np.float32) for n in range(6)]
 
 
@@ -57,9 +57,9 @@ def restored(store: ActivationStore, states: list[FloatArray]) -> list[FloatArra
     return result
 
 
-@pytest.mark.parametrize("most", [None, 0, 10**6], ids=["no bound", "in a file", "below the bound"])
-def test_checkpoints_keep_every_bit(tmp_path: Path, most: int | None) -> None:
-    store = new_store(folder=tmp_path, checkpoint_bytes=most)
+@pytest.mark.parametrize("max_bytes", [None, 0, 10**6], ids=["no bound", "in a file", "below the bound"])
+def test_checkpoints_keep_every_bit(tmp_path: Path, max_bytes: int | None) -> None:
+    store = new_store(folder=tmp_path, checkpoint_bytes=max_bytes)
     for _ in range(2):
         for result, state in zip(restored(store, STATES), STATES, strict=True):
             assert result.dtype == np.float32 and np.array_equal(result, state)
@@ -96,14 +96,14 @@ def test_a_state_beyond_the_range_of_float16_is_kept_in_float32() -> None:
 
 
 @pytest.mark.parametrize(
-    ("most", "residual_bytes", "is_left"),
+    ("max_bytes", "residual_bytes", "is_left"),
     [(None, None, False), (None, 1000, True), (0, None, True)],
     ids=["in memory", "next to room for residuals", "in a file"],
 )
 def test_memory_is_released_after_a_call(
-    tmp_path: Path, most: int | None, residual_bytes: int | None, is_left: bool
+    tmp_path: Path, max_bytes: int | None, residual_bytes: int | None, is_left: bool
 ) -> None:
-    store = new_store(folder=tmp_path, checkpoint_bytes=most, residual_bytes=residual_bytes)
+    store = new_store(folder=tmp_path, checkpoint_bytes=max_bytes, residual_bytes=residual_bytes)
     store.begin([STATES[0].size], [], 0)
     store.save(0, {"hidden_states": STATES[0]})
     with store.restore(0) as arrays:
@@ -148,9 +148,9 @@ def bundle(
     )
 
 
-def gradient(programs: OpenEngine, call: Call, most: int) -> tuple[list[bytes], ActivationStore]:
+def gradient(programs: OpenEngine, call: Call, max_bytes: int) -> tuple[list[bytes], ActivationStore]:
     """Return outputs and gradient of the second of two steps with this memory for residuals."""
-    store = ActivationStore(programs.blocks, residual_bytes=most)
+    store = ActivationStore(programs.blocks, residual_bytes=max_bytes)
     engine = ChainEngine(programs.blocks, 1, store)
     for _ in range(2):
         result = computed(engine, BACKWARD, call)
@@ -160,7 +160,7 @@ def gradient(programs: OpenEngine, call: Call, most: int) -> tuple[list[bytes], 
 def sizes(store: ActivationStore) -> dict[int, int]:
     """Return the bytes of the arrays of each saving block, the last block first."""
     result = dict[int, int]()
-    for number, part in product(reversed(range(MOST_BLOCKS)), range(MOST_PARTS)):
+    for number, part in product(reversed(range(MAX_BLOCKS)), range(MAX_PARTS)):
         with suppress(IndexError):
             for residual in store.residuals(number, part).values():
                 result[number] = result.get(number, 0) + residual.values.nbytes
@@ -181,8 +181,8 @@ def test_the_gradient_has_the_same_bits_whatever_is_saved(bundle: Bundle, rows: 
     chain = bundle.chain
     assert [*residual_bytes] == [*reversed(range(chain.lowest_adapted, len(chain.blocks)))]
     for count in range(len(residual_bytes) + 1):
-        most = sum([*residual_bytes.values()][:count])
-        result, store = gradient(programs, call, most)
+        max_bytes = sum([*residual_bytes.values()][:count])
+        result, store = gradient(programs, call, max_bytes)
         assert result == expected
         assert sizes(store) == dict([*residual_bytes.items()][:count])
 

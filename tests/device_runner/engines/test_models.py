@@ -303,8 +303,8 @@ def test_gradient(case: Case) -> None:
     call = case.call(max(len(case.lengths), 3))
     outputs, result = case.engine(BACKWARD).vjp(call, case.grad_fn)
     expected, gradient = case.oracle.vjp(call, loss_gradient_of)
-    most = case.limits.outputs * case.limits.scale(expected)
-    assert np.abs(case.read(outputs) - expected).max() < most
+    max_difference = case.limits.outputs * case.limits.scale(expected)
+    assert np.abs(case.read(outputs) - expected).max() < max_difference
     assert difference(result, gradient) < case.limits.gradient
 
 
@@ -318,8 +318,8 @@ def test_tangents(case: Case) -> None:
     for actual, expected, single in zip(*parts, strict=True):
         for query in range(2):
             # Residual streams that nearly cancel lose digits in PyTorch's single precision as well.
-            most = max(case.limits.tangents, difference(single[query], expected[query]))
-            assert difference(actual[query], expected[query]) < most
+            max_difference = max(case.limits.tangents, difference(single[query], expected[query]))
+            assert difference(actual[query], expected[query]) < max_difference
 
 
 @cases([name for name in DECODERS if name.startswith("shared")])
@@ -345,8 +345,8 @@ def test_texts(case: Case, precision: Any) -> None:
 
     def check(logits: Array, position: int) -> None:
         if precision == "float32":
-            most = case.limits.logits * case.limits.scale(expected[position])
-            assert np.abs(logits - expected[position]).max() < most
+            max_difference = case.limits.logits * case.limits.scale(expected[position])
+            assert np.abs(logits - expected[position]).max() < max_difference
         else:
             assert difference(logits, expected[position]) < 2e-2
 

@@ -85,12 +85,12 @@ def test_rows_of_one_adapter_replace_copies_too(counts: list[int], data: st.Data
 
 
 @given(st.integers(0, 50), st.integers(1, 9), st.integers(0, 9))
-def test_slices_are_few_and_have_similar_sizes(count: int, most: int, start: int) -> None:
-    result = [*slices(start + count, most, start)]
+def test_slices_are_few_and_have_similar_sizes(count: int, max_size: int, start: int) -> None:
+    result = [*slices(start + count, max_size, start)]
     assert [position for some in result for position in range(some.stop)[some]] == [
         *range(start, start + count)
     ]
-    assert len(result) == -(-count // most)
+    assert len(result) == -(-count // max_size)
     sizes = [some.stop - some.start for some in result]
     assert not sizes or max(sizes) - min(sizes) <= 1
 

@@ -68,10 +68,10 @@ def test_a_malicious_device_has_no_more_weight_than_an_honest_one() -> None:
     lengths = np.linalg.norm(honest, axis=1)
     for changes in (_changes(1), 1e6 * _changes(1), np.full((1, SIZE), 0.0), np.full((1, SIZE), -999_999.0)):
         table = np.concatenate([honest, changes.astype(np.float32)])
-        most = np.median(np.linalg.norm(table, axis=1))
-        expected = (honest * np.minimum(1, most / lengths)[:, None]).sum(0) / 4
+        median_norm = np.median(np.linalg.norm(table, axis=1))
+        expected = (honest * np.minimum(1, median_norm / lengths)[:, None]).sum(0) / 4
         result = aggregate_projected_gradients(table, Plan(combine="trimmed"))
-        assert np.linalg.norm(result - expected) <= most / 4 * (1 + 1e-5)
+        assert np.linalg.norm(result - expected) <= median_norm / 4 * (1 + 1e-5)
     assert np.array_equal(aggregate_projected_gradients(honest, Plan()), aggregate(honest, Plan()))
 
 

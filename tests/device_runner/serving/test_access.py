@@ -10,11 +10,13 @@ from device_runner.serving.protocol import RequestError
 from prge.errors import ConfigError
 from tests.refusals import raises
 
-HERE = ListenFlags().access((), False)
-OTHERS = ListenFlags(host="0.0.0.0", insecure=True).access((), True)
+LOCAL = ListenFlags().access((), False)
+REMOTE = ListenFlags(host="0.0.0.0", insecure=True).access((), True)
 
 
-def status(access: Access = HERE, method: str = "POST", path: str = "/v1/completions", **headers: str) -> int:
+def status(
+    access: Access = LOCAL, method: str = "POST", path: str = "/v1/completions", **headers: str
+) -> int:
     """Return the status for a request with these headers; 0 if it is accepted."""
     all_headers = {"host": "localhost:8000", "content_type": "application/json", **headers}
     pairs = [
@@ -35,7 +37,7 @@ def status(access: Access = HERE, method: str = "POST", path: str = "/v1/complet
 def test_every_name_of_this_machine_is_accepted(host: str) -> None:
     for listens in ("127.0.0.1", "127.0.0.2", "::1", "localhost"):
         assert status(ListenFlags(host=listens).access((), False), host=host) == 0
-    assert status(OTHERS, host=host) == 0
+    assert status(REMOTE, host=host) == 0
 
 
 @pytest.mark.parametrize(
@@ -53,8 +55,8 @@ def test_other_names_are_refused(host: str) -> None:
     # Numeric addresses can't be rebound by DNS.
     is_address = host in ("[::2]:8000", "10.0.0.1", "[::ffff:8.8.8.8]")
     for path in ("/", "/health", "/page/app.js", "/v1/runs/events", "/v1/completions"):
-        assert status(OTHERS, path=path, host=host) == (0 if is_address else 403)
-        assert status(OTHERS, "GET", path, host=host) == (0 if is_address else 403)
+        assert status(REMOTE, path=path, host=host) == (0 if is_address else 403)
+        assert status(REMOTE, "GET", path, host=host) == (0 if is_address else 403)
     key = ListenFlags(host="0.0.0.0").access(("secret",), True)
     assert status(key, host=host, authorization="Bearer secret") == (0 if is_address else 403)
 
@@ -66,7 +68,7 @@ def test_a_server_accepts_its_own_names(monkeypatch: pytest.MonkeyPatch) -> None
     assert status(named, host="my-phone:8000") == 0 and status(named, host="other") == 403
     own = ["desk", "DESK:8000", "desk.local", "desk.example.org"]
     assert [status(others_of_desk(), host=host) for host in own] == [0] * 4
-    assert [status(HERE, host=host) for host in own] == [403] * 4
+    assert [status(LOCAL, host=host) for host in own] == [403] * 4
     flags = ListenFlags(host="0.0.0.0", insecure=True, allowed_hosts=["AI.example.com", "[fe80::1]"])
     assert status(flags.access((), True), host="ai.example.com") == 0
     for host in ("x.ai.example.com", "example.com", "ai.example.com.evil.example"):
@@ -86,7 +88,7 @@ def others_of_desk() -> Access:
 def test_two_names_at_once_are_refused() -> None:
     pairs = [(b"host", b"localhost"), (b"host", b"evil.example"), (b"content-type", b"application/json")]
     with pytest.raises(RequestError):
-        OTHERS.check({"type": "http", "method": "POST", "path": "/v1/completions", "headers": pairs})
+        REMOTE.check({"type": "http", "method": "POST", "path": "/v1/completions", "headers": pairs})
 
 
 def test_dns_rebinding_is_refused() -> None:
@@ -95,7 +97,7 @@ def test_dns_rebinding_is_refused() -> None:
         "origin": "http://evil.example:8000",
         "sec_fetch_site": "same-origin",
     }
-    for access in (HERE, OTHERS):
+    for access in (LOCAL, REMOTE):
         assert status(access, **evil) == 403
         assert status(access, "GET", "/v1/models", **evil) == 403
 
@@ -127,10 +129,10 @@ def test_pages_of_other_origins_are_refused(origin: str, expected: int) -> None:
 
 def test_foreign_embeds_are_refused_and_links_are_not() -> None:
     for path in ("/v1/models", "/v1/runs/events", "/page/app.js"):
-        assert status(HERE, "GET", path, sec_fetch_site="cross-site") == 403
+        assert status(LOCAL, "GET", path, sec_fetch_site="cross-site") == 403
         for site in ("same-origin", "same-site", "none"):
-            assert status(HERE, "GET", path, sec_fetch_site=site) == 0
-    assert status(HERE, "GET", "/training", sec_fetch_site="cross-site") == 0
+            assert status(LOCAL, "GET", path, sec_fetch_site=site) == 0
+    assert status(LOCAL, "GET", "/training", sec_fetch_site="cross-site") == 0
     # A page on this machine sends its origin.
     assert status(sec_fetch_site="cross-site", origin="http://localhost:3000") == 0
 

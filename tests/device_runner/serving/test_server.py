@@ -93,11 +93,11 @@ def slow() -> Iterator[Child]:
         assert server.health()
 
 
-def expected(model: str, most: int, prompt: str = "", messages: list[Any] | None = None) -> str:
+def expected(model: str, max_tokens: int, prompt: str = "", messages: list[Any] | None = None) -> str:
     """Return the model's completion, generated without a server."""
     prompts = Prompts(make_tokenizer())
     tokenized = prompts.encode_messages(messages) if messages else prompts.encode_text(prompt)
-    request = Request(tokenized, adapters()[model], GenerationSettings(most))
+    request = Request(tokenized, adapters()[model], GenerationSettings(max_tokens))
     return Generator(SlowGenerationEngine(0), make_tokenizer()).generate([request])[0].text
 
 

@@ -27,8 +27,8 @@ from tests.refusals import raises
 TOKENIZER = Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, prepend_bos=True)
 
 
-def request(*tokens: int, most: int = 5) -> Request:
-    return Request(Prompt(tokens or (1, 5)), make_adapter(), GenerationSettings(most))
+def request(*tokens: int, max_tokens: int = 5) -> Request:
+    return Request(Prompt(tokens or (1, 5)), make_adapter(), GenerationSettings(max_tokens))
 
 
 class Broken(NumpyGenerationEngine):
@@ -61,7 +61,7 @@ def test_all_completions_of_a_request_are_accepted_or_none() -> None:
     output: Queue[GenerationEvent] = Queue()
     worker = Worker(Generator(NumpyGenerationEngine(context=4000), TOKENIZER), 3)
     with worker:
-        tickets = worker.submit([(request(most=3000), output.put)] * 2)
+        tickets = worker.submit([(request(max_tokens=3000), output.put)] * 2)
         with pytest.raises(BusyError, match="3"):
             worker.submit([(request(), output.put)] * 2)
         with raises(DataError, "prompt-empty"):
@@ -78,7 +78,7 @@ def test_all_completions_of_a_request_are_accepted_or_none() -> None:
 def test_all_tickets_end_with_the_worker() -> None:
     output: Queue[GenerationEvent] = Queue()
     with Worker(Generator(NumpyGenerationEngine(context=4000), TOKENIZER), 3) as worker:
-        worker.submit([(request(most=3000), output.put)])
+        worker.submit([(request(max_tokens=3000), output.put)])
     with raises(EngineError, "server-ends"):
         ended(output)[1].wait(0)
 
@@ -96,8 +96,8 @@ def test_a_worker_reports_when_it_becomes_busy_and_idle() -> None:
     states: list[bool] = []
     output: Queue[GenerationEvent] = Queue()
     with Worker(Generator(NumpyGenerationEngine(context=4000), TOKENIZER), 4, states.append) as worker:
-        first = worker.submit([(request(most=3000), output.put)])
-        second = worker.submit([(request(most=3000), output.put)])
+        first = worker.submit([(request(max_tokens=3000), output.put)])
+        second = worker.submit([(request(max_tokens=3000), output.put)])
         worker.cancel(first)
         assert ended(output)[1] in first and states == [True]
         worker.cancel(second)

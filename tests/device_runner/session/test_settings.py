@@ -186,7 +186,7 @@ def test_the_plan_of_a_run_has_the_sizes_of_its_steps(
 
 
 @pytest.mark.parametrize(
-    ("sequences", "changes", "examples", "most"),
+    ("sequences", "changes", "examples", "expected_sequences"),
     [
         (1, {}, 4, 4),
         (1, {"batch_size": 6}, 6, 6),
@@ -200,13 +200,13 @@ def test_the_plan_of_a_run_has_the_sizes_of_its_steps(
     ],
 )
 def test_the_batch_size_counts_the_examples_of_a_step(
-    sequences: int, changes: dict[str, Any], examples: int, most: int
+    sequences: int, changes: dict[str, Any], examples: int, expected_sequences: int
 ) -> None:
     narrow = completion(1, [1, 2], 1)
     widest = long_choice(2, [1], [[n, n] for n in range(sequences)], 0) if sequences > 1 else narrow
     training = [narrow, widest] * 6
     plan = plan_run(CHAIN, training, _settings(**changes))
-    assert (plan.recipe.batch_size, plan.shape.sequences) == (examples, most)
+    assert (plan.recipe.batch_size, plan.shape.sequences) == (examples, expected_sequences)
     assert len(plan.recipe.sampler(training).batch(0)) == examples
     assert (plan.shape.sequences_per_example, plan.shape.tokens) == (
         sequences,

@@ -263,19 +263,21 @@ def test_nothing_is_shared_between_groups() -> None:
         assert (answer.fed_tokens, [*answer.tokens]) == (fed, alone(request))
 
 
-@pytest.mark.parametrize("most", [1, 2, 7, 8, 9, 20])
-def test_with_needs_answer_only_a_request_that_repeats_the_completion_shares_its_prefix(most: int) -> None:
+@pytest.mark.parametrize("max_tokens", [1, 2, 7, 8, 9, 20])
+def test_with_needs_answer_only_a_request_that_repeats_the_completion_shares_its_prefix(
+    max_tokens: int,
+) -> None:
     prompt = [1, *range(5, 25)]
     sharing = Sharing(needs_answer=True)
 
     def fed(tokens: Sequence[int], generator: Generator) -> int:
-        request = replace(make_request(tokens, max_tokens=most), sharing=sharing)
+        request = replace(make_request(tokens, max_tokens=max_tokens), sharing=sharing)
         (answer,) = generator.generate([request])
         assert [*answer.tokens] == alone(request)
         return answer.fed_tokens
 
     first = Generator(NumpyGenerationEngine(slots=1), TOKENIZER)
-    (answer,) = first.generate([replace(make_request(prompt, max_tokens=most), sharing=sharing)])
+    (answer,) = first.generate([replace(make_request(prompt, max_tokens=max_tokens), sharing=sharing)])
     # The sequence doesn't hold the last token that was sampled.
     held = len(answer.tokens) - 1
     needed = max(held // 2, min(held, 8))
@@ -457,14 +459,14 @@ def test_waiting_for_a_completion_can_time_out() -> None:
     st.integers(30, 60),
 )
 @settings(max_examples=60)
-def test_drafts_change_no_token(prompt: list[int], most: int, temperature: float, context: int) -> None:
+def test_drafts_change_no_token(prompt: list[int], max_tokens: int, temperature: float, context: int) -> None:
     choice = SamplingSettings(temperature, seed=3)
     small: dict[str, Any] = {"vocabulary_size": 10, "context": context}
     answers = []
     for draft in ("off", "lookup"):
         engine = NumpyGenerationEngine(**small)
         generator = Generator(engine, TOKENIZER)
-        request = make_request(prompt, max_tokens=most, sampling=choice, draft=draft)
+        request = make_request(prompt, max_tokens=max_tokens, sampling=choice, draft=draft)
         answers += generator.generate([request, request][:1])
         # The sequence holds the completion: a request that continues it gets the same tokens as in a new one.
         following = make_request([*prompt, *answers[-1].tokens, 3], max_tokens=4, sampling=choice)

@@ -98,10 +98,10 @@ def test_a_single_point_is_visible() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 10**6), finite), max_size=300), st.integers(2, 50))
 def test_thinned_points_keep_ends_of_the_range_and_their_order(
-    line: list[tuple[float, float]], most: int
+    line: list[tuple[float, float]], max_points: int
 ) -> None:
-    kept = thin_points(line, most)
-    assert len(kept) <= max(most, 2)
+    kept = thin_points(line, max_points)
+    assert len(kept) <= max(max_points, 2)
     if line:
         assert {max(y for _, y in kept), min(y for _, y in kept)} == {
             max(y for _, y in line),

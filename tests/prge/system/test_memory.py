@@ -110,7 +110,7 @@ LINES = {
 
 @pytest.mark.parametrize("line", LINES)
 @pytest.mark.parametrize(
-    ("group", "most", "expected"),
+    ("group", "group_limit", "expected"),
     [
         (None, "", 9_000),
         ("user/run", "1000", 1000 - 800 + 300),
@@ -121,7 +121,12 @@ LINES = {
     ],
 )
 def test_available_memory_respects_control_groups(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, group: str | None, most: str, expected: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    line: str,
+    group: str | None,
+    group_limit: str,
+    expected: int,
 ) -> None:
     """Inactive pages of files count as free."""
     monkeypatch.setattr(module, "memory_info", lambda: {"MemAvailable": 9_000})
@@ -131,7 +136,7 @@ def test_available_memory_respects_control_groups(
         folder = tmp_path / "groups" / ("memory" if "memory" in line else "") / group
         folder.mkdir(parents=True)
         limit, used, files = LINES[line]
-        (folder / limit).write_text(f"{most}\n")
+        (folder / limit).write_text(f"{group_limit}\n")
         (folder / used).write_text("800\n")
         (folder / "memory.stat").write_text(f"anon 500\n{files} 300\n")
     assert available_memory(tmp_path / "groups", process) == expected

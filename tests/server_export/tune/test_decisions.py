@@ -88,7 +88,7 @@ def test_few_rows_of_a_class_are_never_held_out(fewest: int | None, folds: int |
 
 
 PACE = Pace(start=2.0, step=1.0, evaluation=0.5)
-MOST = Decision("steps", 500, "")
+MAX_STEPS = Decision("steps", 500, "")
 
 
 @pytest.mark.parametrize("searched", [False, True])
@@ -96,11 +96,11 @@ MOST = Decision("steps", 500, "")
 def test_the_steps_fit_into_the_time_left_with_all_starts_and_evaluations(
     spent: float, searched: bool
 ) -> None:
-    by_name = {each.name: each for each in decisions.steps_in(30, spent, PACE, MOST, searched)}
+    by_name = {each.name: each for each in decisions.steps_in(30, spent, PACE, MAX_STEPS, searched)}
     steps, left = by_name["steps"], max(1_800 - spent, 600)
     searched = searched and "learning_rate" not in by_name
     assert decisions.training_seconds(steps.value, PACE, searched) <= left
-    if steps != MOST:
+    if steps != MAX_STEPS:
         assert decisions.training_seconds(steps.value + 2, PACE, searched) > 0.9 * left
 
 
@@ -118,11 +118,11 @@ def test_the_time_of_a_search_includes_all_of_its_runs() -> None:
 
 
 def test_without_time_for_a_search_the_reason_is_given() -> None:
-    steps, rate = decisions.steps_in(2, 60.0, PACE, MOST, searched=True)
+    steps, rate = decisions.steps_in(2, 60.0, PACE, MAX_STEPS, searched=True)
     assert "1 min 0 s left" in steps.why
     assert rate.name == "learning_rate" and "2 minutes leave no time" in rate.why
     assert 30 < steps.value < 60
-    assert decisions.steps_in(0.01, 60.0, PACE, MOST, searched=True)[0].value == 1
+    assert decisions.steps_in(0.01, 60.0, PACE, MAX_STEPS, searched=True)[0].value == 1
 
 
 def test_a_pace_excludes_the_time_of_fitting_heads() -> None:

@@ -33,7 +33,7 @@ from device_runner.fleet.network.admission import (
 from device_runner.fleet.network.keys import ServerKeys, make_keys
 from device_runner.fleet.network.superlink import SuperLink, superlink
 from tests.device_runner.fleet.network.enemy import HostileDevice, PulledTask, garbage, object_of
-from tests.device_runner.fleet.network.nodes import Echoes, run_all_rounds
+from tests.device_runner.fleet.network.nodes import RoundNumberCoordinator, run_all_rounds
 
 pytestmark = pytest.mark.whole
 MAX_BYTES = 1 << 20
@@ -48,7 +48,7 @@ class Scene:
     keys: Path
     honest: HostileDevice
     enemy: HostileDevice
-    rounds: Echoes
+    rounds: RoundNumberCoordinator
 
     def task(self) -> PulledTask:
         """Return the hostile device's next task."""
@@ -72,7 +72,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     server = ServerKeys.open(keys / "server")
     with superlink(folder / "server", "127.0.0.1", 0, server, MAX_BYTES) as link:
         honest, enemy = (HostileDevice(link.address, keys / "devices" / name) for name in ("honest", "enemy"))
-        rounds = Echoes(200)
+        rounds = RoundNumberCoordinator(200)
         thread = threading.Thread(target=lambda: run_all_rounds(link, rounds, 2, SECONDS))
         thread.start()
         with honest, enemy:

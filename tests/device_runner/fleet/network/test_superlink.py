@@ -23,14 +23,21 @@ from device_runner.fleet.network.flower_files import NAME
 from device_runner.fleet.network.keys import DeviceKeys, ServerKeys, make_keys
 from device_runner.fleet.network.superlink import superlink
 from prge.errors import DeviceError, RunError
-from tests.device_runner.fleet.network.nodes import Device, Echoes, device, free_port, run_all_rounds, serving
+from tests.device_runner.fleet.network.nodes import (
+    Device,
+    RoundNumberCoordinator,
+    device,
+    free_port,
+    run_all_rounds,
+    serving,
+)
 from tests.refusals import raises
 
 
 def test_devices_with_keys_answer_every_round(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     make_keys(keys, [], ["one", "two"])
-    rounds = Echoes(2)
+    rounds = RoundNumberCoordinator(2)
     with serving(tmp_path / "server", keys / "server") as link, ExitStack() as devices:
         for name in ("one", "two"):
             devices.enter_context(device(tmp_path / name, link.address, keys / "devices" / name))
@@ -39,7 +46,7 @@ def test_devices_with_keys_answer_every_round(tmp_path: Path) -> None:
     assert sorted(names.values()) == ["one", "two"]
     assert [sorted(names[node] for node in answers) for answers in rounds.received] == [["one", "two"]] * 2
     assert all(
-        content == Echoes.task(number)
+        content == RoundNumberCoordinator.task(number)
         for number, answers in enumerate(rounds.received)
         for content in answers.values()
     )
@@ -102,7 +109,7 @@ def test_killed_devices_and_servers_recover(tmp_path: Path) -> None:
     keys, port = tmp_path / "keys", free_port()
     make_keys(keys, [], ["one", "two"])
     folder = tmp_path / "server"
-    first, second = Echoes(1), Echoes(1)
+    first, second = RoundNumberCoordinator(1), RoundNumberCoordinator(1)
 
     def joined(name: str, code: str = "task") -> AbstractContextManager[Device]:
         return device(tmp_path / name, f"127.0.0.1:{port}", keys / "devices" / name, code)
@@ -127,12 +134,12 @@ def test_killed_devices_and_servers_recover(tmp_path: Path) -> None:
 
 @pytest.mark.whole
 def test_a_reply_to_an_older_round_is_dropped(tmp_path: Path) -> None:
-    rounds = Echoes(2)
+    rounds = RoundNumberCoordinator(2)
     slow = "time.sleep(15 if task[0] == 0 else 0) or task"
     with serving(tmp_path / "server") as link, device(tmp_path / "slow", link.address, code=slow) as child:
         run_all_rounds(link, rounds, 1, seconds=15)
         assert "A task or its reply was lost" in child.console
-    assert [list(answers.values()) for answers in rounds.received] == [[], [Echoes.task(1)]]
+    assert [list(answers.values()) for answers in rounds.received] == [[], [RoundNumberCoordinator.task(1)]]
 
 
 def _wait(condition: Callable[[], bool], seconds: float = 60.0) -> None:

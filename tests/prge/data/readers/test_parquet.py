@@ -21,7 +21,7 @@ from prge.errors import DataError
 from tests.refusals import raises
 
 REPOSITORY = Path(__file__).resolve().parents[4]
-MOST_MEGABYTES = 300
+MAX_MEGABYTES = 300
 # Prints the error, and the peak memory in megabytes of this process and its children.
 READ = """
 import resource, sys
@@ -83,7 +83,7 @@ def test_files_that_expand_too_much_are_refused(
     output = subprocess.run(command, capture_output=True, text=True, env=environment, check=True).stdout
     *lines, megabytes = output.splitlines()
     assert f"{path} can't be read as data" in lines[0] and message in lines[1], output
-    assert int(megabytes) < MOST_MEGABYTES
+    assert int(megabytes) < MAX_MEGABYTES
 
 
 def test_ordinary_files_are_read_whatever_they_repeat(tmp_path: Path) -> None:
@@ -135,4 +135,4 @@ def test_files_with_changed_bytes_are_read_or_refused(tmp_path: Path) -> None:
         path.write_bytes(changed)
         with contextlib.suppress(DataError):
             read_rows(path)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < MOST_MEGABYTES << 10
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < MAX_MEGABYTES << 10

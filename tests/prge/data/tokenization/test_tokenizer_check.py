@@ -26,7 +26,7 @@ from tests.prge.data.tiny_tokenizers import (
 from tests.refusals import raises
 
 TEXTS = ("Hi! the film was bad", "caf\u00e9 \u65e5\u672c </s>", " \n\t", "a" * 3000)
-MOST_KILOBYTES = 300 << 10
+MAX_KILOBYTES = 300 << 10
 Json = dict[str, Any]
 
 
@@ -35,7 +35,7 @@ def within_bounds() -> Iterator[None]:
     """Check that no test takes much memory in this process."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     yield
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < MOST_KILOBYTES
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < MAX_KILOBYTES
 
 
 def load(folder: Path, content: Json | bytes) -> Tokenizer:
