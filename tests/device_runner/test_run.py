@@ -119,7 +119,7 @@ def test_it_reports_its_choices_for_rows_before_and_after_and_what_is_right(
     assert evaluate_verb.main([*map(str, words), "--limit", "3", "--predictions", str(told)]) == 0
     assert [each["text"].strip() for each in _json_lines(told)] == [each["text"] for each in summary["after"]]
     assert report([str(settings.out), "--out", str(tmp_path / "report.html")]) == 0
-    assert "Right:" in (tmp_path / "report.html").read_text()
+    assert "Reference:" in (tmp_path / "report.html").read_text()
 
 
 def test_samples_of_rows_without_candidates_are_refused(settings: RunSettings) -> None:
