@@ -53,9 +53,9 @@ class Device:
                 raise Killed
 
     def open_engine(self, bundle: Bundle, role: str = FORWARD, **_: object) -> OpenEngine:
-        """Replaces device_runner.engines.opening.open_engine."""
+        """Replace device_runner.engines.opening.open_engine."""
         bundle.chain.check_role(role)
-        blocks: Any = None  # nobody speaks
+        blocks: Any = None  # no text is generated
         engine: Any = _Engine(self, role)
         assert engine.model == bundle.chain.model
         store: Any = SimpleNamespace(residual_bytes=None, trunk=None)
@@ -164,12 +164,12 @@ def write_films(folder: Path) -> None:
     """Write labelled texts `train.jsonl` and `dev.jsonl`, and their task `task.yaml`."""
     random = np.random.default_rng(0)
     words = ["good", "bad", "great", "terrible", "film", "dog", "cat", "town"]
-    drawn = random.integers(0, 8, (60, 3)).tolist()
+    indices = random.integers(0, 8, (60, 3)).tolist()
     # The middle word determines the label in nine rows of ten.
-    labels = [int(middle % 2 != (random.random() < 0.1)) for _, middle, _ in drawn]
+    labels = [int(middle % 2 != (random.random() < 0.1)) for _, middle, _ in indices]
     rows = [
         {"text": " ".join(words[word] for word in row), "label": label}
-        for row, label in zip(drawn, labels, strict=True)
+        for row, label in zip(indices, labels, strict=True)
     ]
     for name, part in (("train", rows[:40]), ("dev", rows[40:])):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))

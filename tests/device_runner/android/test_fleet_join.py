@@ -31,9 +31,9 @@ def test_a_phone_joins_a_fleet_by_cable(tmp_path: Path) -> None:
     rounds = Echoes(1)
     with serving(tmp_path / "server", keys / "server") as link:
         try:
-            words = ["--server", link.address, "--name", "mine", "--keys", keys / "devices" / "one"]
-            words += ["--bundle", make_bundle(tmp_path / "bundle"), "--train", rows, "--policy", policy]
-            output = phone.prge("fleet", "join", *words).stdout
+            arguments = ["--server", link.address, "--name", "mine", "--keys", keys / "devices" / "one"]
+            arguments += ["--bundle", make_bundle(tmp_path / "bundle"), "--train", rows, "--policy", policy]
+            output = phone.prge("fleet", "join", *arguments).stdout
             assert output == "mine: running\n"
             port = link.address.split(":")[1]
             assert (tmp_path / "phone" / "adb.reversed").read_text() == f"tcp:{port} tcp:{port}\n"
@@ -54,8 +54,8 @@ def test_a_runtime_without_flower_is_refused(tmp_path: Path) -> None:
     manifest = phone.folder / "runtime" / MANIFEST
     content = json.loads(manifest.read_text())
     manifest.write_text(json.dumps({**content, "packages": {}}, indent=1))
-    words = ["--bundle", make_bundle(tmp_path / "bundle"), "--train", tmp_path / "rows"]
-    output = phone.prge("fleet", "join", "--server", "h:1", "--insecure", *words, code=2).stderr
+    arguments = ["--bundle", make_bundle(tmp_path / "bundle"), "--train", tmp_path / "rows"]
+    output = phone.prge("fleet", "join", "--server", "h:1", "--insecure", *arguments, code=2).stderr
     assert "The runtime on fake lacks Flower.\n  Build another: prge android bundle --fleet" in output
 
 

@@ -19,19 +19,19 @@ from tests.refusals import raises
 MOST_MEGABYTES, MOST_FLEET_MEGABYTES = 140, 220
 
 
-def test_a_folder_that_is_there_is_kept(tmp_path: Path) -> None:
-    with raises(RunError, "folder-exists", saying=str(tmp_path)):
+def test_an_existing_folder_is_kept(tmp_path: Path) -> None:
+    with raises(RunError, "folder-exists", containing=str(tmp_path)):
         build_runtime(BundleSettings(out=tmp_path))
 
 
-def test_a_compiler_that_is_missing(tmp_path: Path) -> None:
-    with raises(EngineError, "compiler-missing", saying="nothing++"):
+def test_a_missing_compiler_is_reported(tmp_path: Path) -> None:
+    with raises(EngineError, "compiler-missing", containing="nothing++"):
         build_runtime(BundleSettings(out=tmp_path / "runtime", compiler="nothing++"))
 
 
 @pytest.mark.parametrize("name", ["", ".", "../x", "a/b", "-flag", "line\nbreak", "back\\slash"])
-def test_names_that_a_run_can_not_have(name: str) -> None:
-    with raises(DeviceError, "name-unusable", saying=ascii(name)):
+def test_invalid_names_of_runs_are_refused(name: str) -> None:
+    with raises(DeviceError, "name-unusable", containing=ascii(name)):
         check_name(name)
 
 
@@ -45,9 +45,9 @@ def test_a_runtime_is_small_and_a_changed_one_is_refused(runtime: Path, tmp_path
     copy = Runtime(tmp_path / "copy", opened.machine, opened.tree)
     shutil.copytree(runtime, copy.folder)
     (copy.folder / "site" / "prge" / "training.py").write_text("pass\n")
-    with raises(DeviceError, "runtime-changed", saying=str(copy.folder)):
+    with raises(DeviceError, "runtime-changed", containing=str(copy.folder)):
         open_runtime(copy.folder)
-    with raises(DeviceError, "runtime-unreadable", saying=str(tmp_path)):
+    with raises(DeviceError, "runtime-unreadable", containing=str(tmp_path)):
         open_runtime(tmp_path)
 
 
@@ -60,8 +60,8 @@ def test_the_time_is_that_of_the_phones_own_clock(
     (tmp_path / "date").chmod(0o755)
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "TMPDIR": str(tmp_path)}
     code = "import time; print(time.localtime().tm_gmtoff)"
-    words = ["sh", runtime / "run.sh", "-c", code]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
+    command = ["sh", runtime / "run.sh", "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert int(done.stdout) == seconds
 
 

@@ -38,7 +38,7 @@ def bundle(folder: Path) -> Bundle:
     return open_bundle(folder / "bundle")
 
 
-def test_a_step_loads_the_experts_that_its_tokens_ask_for(folder: Path, bundle: Bundle) -> None:
+def test_a_step_loads_only_the_experts_that_its_tokens_are_routed_to(folder: Path, bundle: Bundle) -> None:
     chain = bundle.chain
     layers = [turn for turn in chain.block_groups(range(chain.head_start)) if chain.is_expert(turn.start)]
     # Without padding, which is routed to experts too.

@@ -10,7 +10,7 @@ from tests.device_runner.numpy_device import Device
 
 @pytest.fixture
 def fleet(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fleet:
-    """A fleet whose devices allow every estimator."""
+    """Return a fleet whose devices allow every estimator."""
     policy = "estimators: [tangent, antithetic, fzoo, exact]\n"
     return Fleet(
         tmp_path, Device(getattr(request, "param", "") == "encoder", has_back=True), monkeypatch, policy

@@ -29,18 +29,18 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def told() -> list[str]:
+def messages() -> list[str]:
     return []
 
 
 @pytest.fixture
-def make(path: Path, told: list[str]) -> Iterator[Make]:
+def make(path: Path, messages: list[str]) -> Iterator[Make]:
     """Return a Feedback that remembers a completion for each of some prompts."""
     with ThreadPoolExecutor(1) as storage:
 
-        def made(*answers: str, max_bytes: int = 1 << 20, prompt: str = "a dog") -> Feedback:
+        def make_feedback(*answers: str, max_bytes: int = 1 << 20, prompt: str = "a dog") -> Feedback:
             file = FeedbackFile(path, make_examples(), storage, max_bytes)
-            feedback = Feedback(file, told.append)
+            feedback = Feedback(file, messages.append)
             parsed = ParsedRequest("m", (), (prompt,), 1, (), SamplingSettings(), 1, False, False)
             for number, answer in enumerate(answers):
                 feedback.remember(
@@ -48,7 +48,7 @@ def make(path: Path, told: list[str]) -> Iterator[Make]:
                 )
             return feedback
 
-        yield made
+        yield make_feedback
 
 
 def store(feedback: Feedback, id: str, client: str = "here", **judged: Any) -> tuple[int, str]:
@@ -103,13 +103,13 @@ def test_a_client_has_an_hourly_quota_of_its_own(
     assert store(feedback, "4", rating="good") == (200, "")
 
 
-def test_a_file_has_a_size_limit(make: Make, path: Path, told: list[str]) -> None:
+def test_a_file_has_a_size_limit(make: Make, path: Path, messages: list[str]) -> None:
     feedback = make(*[" b"] * 9, max_bytes=500)
     statuses = [store(feedback, str(number), rating="good")[0] for number in range(9)]
     assert set(statuses) == {200, 507} and path.stat().st_size <= 500
     status, message = store(feedback, "8", rating="good")
     assert status == 507 and "prge rows forget" in message and "--feedback-limit" in message
-    assert feedback.problem and len(told) == 1
+    assert feedback.problem and len(messages) == 1
     path.write_bytes(b"")
     assert store(feedback, "8", rating="good") == (200, "") and not feedback.problem
 

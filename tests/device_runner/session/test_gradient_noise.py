@@ -45,8 +45,10 @@ def agreements(tmp_path: Path) -> Callable[[Device], dict[tuple[str, float], Gra
         result = {}
         for epsilon in (SMALL, LARGE):
             for name, rule in difference_rules(QUERIES, epsilon).items():
-                scalars = [Differences(rule).measure(engine, step).projected_gradients for step in steps]
-                result[name, epsilon] = measure_agreement(np.array(scalars), np.array(along))
+                projected_gradients = [
+                    Differences(rule).measure(engine, step).projected_gradients for step in steps
+                ]
+                result[name, epsilon] = measure_agreement(np.array(projected_gradients), np.array(along))
         return result
 
     return measured
@@ -65,7 +67,7 @@ def test_rounding_drowns_small_steps(agreements: Any) -> None:
     assert result["antithetic", SMALL].r < 0.5 < 0.8 < result["antithetic", LARGE].r
 
 
-def test_compare() -> None:
+def test_agreement_is_measured_by_correlation_and_scale() -> None:
     random = np.random.default_rng(0)
     reference, noise = random.normal(size=(2, 4, 5000))
     same = measure_agreement(2 * reference, reference)

@@ -22,7 +22,7 @@ WORDS = st.sampled_from(["the film", " was", " ", "good", "\n", "é", "x1", "", 
 
 @st.composite
 def cut_texts(draw: st.DrawFn) -> tuple[Segment, ...]:
-    """A text that is split anywhere, even inside words of one token."""
+    """Return a text that is split anywhere, even inside words of one token."""
     text = "".join(draw(st.lists(WORDS, max_size=12)))
     cuts = draw(st.lists(st.integers(0, len(text)), max_size=5).map(sorted))
     return tuple(
@@ -45,7 +45,7 @@ def test_ids_of_segments_are_those_of_the_joined_text(segments: tuple[Segment, .
 def test_the_mask_covers_the_tokens_of_trained_segments(
     segments: tuple[Segment, ...], boundary: Boundary
 ) -> None:
-    """A token of two segments is trained on as `boundary` says; a token without characters never is."""
+    """`boundary` decides about a token of two segments; a token without characters is never trained on."""
     encoded = encode(SegmentedText(segments, boundary, "none"), BARE)
     text = "".join(each.text for each in segments)
     is_trained = [each.is_trained for each in segments for _ in each.text]
@@ -108,5 +108,5 @@ def test_an_empty_trained_segment_inside_of_a_token_trains_nothing() -> None:
 
 def test_a_trained_segment_without_tokens_is_refused_by_its_name() -> None:
     segmenter = Segmenter(TOKENIZER)
-    with raises(RowError, "answer-empty", saying="answer"):
+    with raises(RowError, "answer-empty", containing="answer"):
         encode(segmenter.trained_text(*segmenter.prompt_and_completion("the film", "", "answer")), TOKENIZER)

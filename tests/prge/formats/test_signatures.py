@@ -62,7 +62,7 @@ def test_every_port_has_a_unique_name_and_a_shape(block: BlockPorts, role: str) 
 def test_differentiable_values_have_a_tangent_in_jvp_and_a_gradient_in_backward(
     block: BlockPorts, view: View
 ) -> None:
-    """So the derivatives of consecutive blocks fit each other."""
+    """The derivatives of consecutive blocks therefore fit each other."""
     by_derivative = {
         role.derivative: signature(block, role) for role in ROLE_OF.values() if role.view is view
     }

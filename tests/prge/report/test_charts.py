@@ -88,11 +88,11 @@ def test_arranged_charts_are_one_file() -> None:
 
 
 @pytest.mark.parametrize("lines", [[], [Line("nothing", [])]])
-def test_without_points_there_is_no_picture(lines: list[Line]) -> None:
+def test_a_chart_without_points_is_empty(lines: list[Line]) -> None:
     assert line_chart(lines, "steps", "loss") == ""
 
 
-def test_a_single_point_is_seen() -> None:
+def test_a_single_point_is_visible() -> None:
     assert "<circle" in line_chart([Line("", [(3, 1.0)])], "steps", "loss")
 
 

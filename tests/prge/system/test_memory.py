@@ -70,7 +70,7 @@ def test_peak_memory_of_this_process() -> None:
 
 
 @pytest.mark.parametrize("content", [None, "VmRSS:\t 3 kB\n"])
-def test_peak_memory_that_can_not_be_known_is_null_with_a_reason(tmp_path: Path, content: str | None) -> None:
+def test_an_unknown_peak_memory_is_null_with_a_reason(tmp_path: Path, content: str | None) -> None:
     status = tmp_path / "status"
     if content is not None:
         status.write_text(content, encoding="utf-8")
@@ -98,7 +98,7 @@ def test_memory_that_ran_out_is_recognised(error: BaseException | str) -> None:
 @pytest.mark.parametrize(
     "error", [OSError(errno.ENOSPC, "No space left on device"), ValueError("damaged"), ""]
 )
-def test_other_errors_are_not_taken_for_it(error: BaseException | str) -> None:
+def test_other_errors_are_not_taken_for_lack_of_memory(error: BaseException | str) -> None:
     assert not is_out_of_memory(error)
 
 

@@ -27,7 +27,7 @@ def save_broken(folder: Path) -> Path:
 
 
 def test_an_estimate_of_a_model_that_fails_in_transformers_is_refused(tmp_path: Path) -> None:
-    with raises(Refusal, "model-fails-in-transformers", saying="Zamba2ForCausalLM raises RuntimeError"):
+    with raises(Refusal, "model-fails-in-transformers", containing="Zamba2ForCausalLM raises RuntimeError"):
         estimate.main(["--model", str(save_broken(tmp_path))])
 
 

@@ -66,12 +66,12 @@ def test_the_server_accepts_no_commands(tmp_path: Path) -> None:
 
 @pytest.mark.whole
 def test_a_device_without_a_known_key_is_not_admitted(tmp_path: Path) -> None:
-    ours, others = tmp_path / "ours", tmp_path / "others"
-    make_keys(ours, [], ["one"])
+    own, others = tmp_path / "own", tmp_path / "others"
+    make_keys(own, [], ["one"])
     make_keys(others, [], ["one"])
     stranger = others / "devices" / "one"
-    (stranger / "ca.pem").write_bytes((ours / "server" / "ca.pem").read_bytes())
-    with superlink(tmp_path / "server", "127.0.0.1", 0, ServerKeys.open(ours / "server")) as link:
+    (stranger / "ca.pem").write_bytes((own / "server" / "ca.pem").read_bytes())
+    with superlink(tmp_path / "server", "127.0.0.1", 0, ServerKeys.open(own / "server")) as link:
         with device(tmp_path / "stranger", link.address, stranger) as child:
             _wait(lambda: "does not admit this device: it returned status 412" in child.console)
         assert list(link.names().values()) == ["one"]
@@ -79,20 +79,20 @@ def test_a_device_without_a_known_key_is_not_admitted(tmp_path: Path) -> None:
 
 @pytest.mark.whole
 def test_a_device_verifies_its_server(tmp_path: Path) -> None:
-    ours, others = tmp_path / "ours", tmp_path / "others"
-    make_keys(ours, [], ["one"])
+    own, others = tmp_path / "own", tmp_path / "others"
+    make_keys(own, [], ["one"])
     make_keys(others, [], ["one"])
-    with superlink(tmp_path / "server", "127.0.0.1", 0, ServerKeys.open(ours / "server")) as link:
-        check_server(link.address, DeviceKeys.open(ours / "devices" / "one"))
-        with raises(DeviceError, "server-of-other-certificate", saying=link.address):
+    with superlink(tmp_path / "server", "127.0.0.1", 0, ServerKeys.open(own / "server")) as link:
+        check_server(link.address, DeviceKeys.open(own / "devices" / "one"))
+        with raises(DeviceError, "server-of-other-certificate", containing=link.address):
             check_server(link.address, DeviceKeys.open(others / "devices" / "one"))
-        with raises(RunError, "address-not-available", saying=link.address):
+        with raises(RunError, "address-not-available", containing=link.address):
             superlink(tmp_path / "other", "127.0.0.1", int(link.address.split(":")[1]), None).__enter__()
-    with raises(DeviceError, "server-not-reachable", saying=link.address):
+    with raises(DeviceError, "server-not-reachable", containing=link.address):
         check_server(link.address, None)
     with superlink(tmp_path / "server", "127.0.0.1", 0, None) as link:
-        keys = DeviceKeys.open(ours / "devices" / "one")
-        with raises(DeviceError, "server-without-tls", saying=link.address):
+        keys = DeviceKeys.open(own / "devices" / "one")
+        with raises(DeviceError, "server-without-tls", containing=link.address):
             check_server(link.address, keys)
 
 
@@ -126,7 +126,7 @@ def test_killed_devices_and_servers_recover(tmp_path: Path) -> None:
 
 
 @pytest.mark.whole
-def test_an_answer_to_an_older_round_is_dropped(tmp_path: Path) -> None:
+def test_a_reply_to_an_older_round_is_dropped(tmp_path: Path) -> None:
     rounds = Echoes(2)
     slow = "time.sleep(15 if task[0] == 0 else 0) or task"
     with serving(tmp_path / "server") as link, device(tmp_path / "slow", link.address, code=slow) as child:

@@ -94,7 +94,7 @@ def serving(folder: Path, every: int) -> Iterator[Child]:
 
 
 def write_many(path: Path, count: int = ROWS) -> None:
-    """Return a large amount of feedback."""
+    """Write a large amount of feedback."""
     path.parent.mkdir(exist_ok=True)
     row = AnswerRecord(
         "ID", "m", "0" * 16, {"prompt": "word " * 20 + "ID"}, " answer", {"seed": 1}
@@ -162,11 +162,11 @@ def test_a_file_of_150_000_rows_that_is_read(tmp_path: Path) -> None:
 def test_rows_are_deleted_while_a_server_runs(tmp_path: Path) -> None:
     path = tmp_path / "learn/feedback.jsonl"
     write_many(path)
-    words = [sys.executable, "-m", "prge.cli.main", "rows", "forget", path, "--match", " 149999"]
+    command = [sys.executable, "-m", "prge.cli.main", "rows", "forget", path, "--match", " 149999"]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     with serving(tmp_path, 10**6) as child, ThreadPoolExecutor(1) as pool:
         id = child.answer()
-        forgetting = pool.submit(subprocess.run, [*map(str, words)], env=environment, check=True)
+        forgetting = pool.submit(subprocess.run, [*map(str, command)], env=environment, check=True)
         child.check_health_until(forgetting.done)
         forgetting.result()
         assert child.ask("/v1/feedback", {"id": id, "rating": "good"})[0] == 200
