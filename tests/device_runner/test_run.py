@@ -123,7 +123,7 @@ def test_a_run_reports_its_choices_before_and_after_next_to_the_right_ones(
         each["text"] for each in summary["after"]
     ]
     assert report([str(settings.out), "--out", str(tmp_path / "report.html")]) == 0
-    assert "Right:" in (tmp_path / "report.html").read_text()
+    assert "Reference:" in (tmp_path / "report.html").read_text()
 
 
 def test_samples_of_rows_without_candidates_are_refused(settings: RunSettings) -> None:

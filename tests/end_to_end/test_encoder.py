@@ -63,4 +63,4 @@ def test_heads_of_another_run_are_used_if_they_were_fitted_on_the_same_rows(
     final = "final/adapter_model.safetensors"
     assert (tmp_path / "same" / final).read_bytes() == (tmp_path / "first" / final).read_bytes()
     done = prge("run", *arguments, "--heads-of", "nothing", "--out", tmp_path / "none", check=False)
-    assert done.returncode == 2 and "--heads-of is nothing: there is no such file" in done.stderr
+    assert done.returncode == 2 and "--heads-of is nothing, which doesn't exist" in done.stderr

@@ -67,7 +67,7 @@ def test_a_tuning_learns_and_reports_its_decisions(tuned: Path) -> None:
     assert result["scored_rows"] == "dev"
     chosen = result["chosen"]
     assert {"estimator", "batch_size", "steps", "learning_rate"} <= chosen.keys()
-    assert chosen["estimator"]["value"] == "exact" and chosen["steps"]["why"] == "given"
+    assert chosen["estimator"]["value"] == "exact" and chosen["steps"]["why"] == "given by the user"
     assert all(decision["why"] for decision in chosen.values())
     assert [each["right"] for each in result["samples"]["after"]] == ["no", "no", "yes"]
     assert result["next"].startswith(f"prge eval {tuned} --task ")
