@@ -39,7 +39,9 @@ RETIRED = {
     "speaker": "generator",
     "speakers": "generators",
     "speaking": "generation",
+    "speaks": "generates",
     "tell": "describe, format, encode, print, log",
+    "telling": "describing, formatting, encoding, printing, logging",
     "tells": "describe, format, encode, print, log",
     "theirs": "a name that says what the value is: expected, reference",
     "told": "described, formatted, reported; a name that says what the value is",
@@ -77,6 +79,11 @@ RETIRED = {
     "comes out": "results",
     "takes along": "ends too, includes",
     "that is none": "that is invalid",
+    "it says": "its content; or name what contains it",
+    "gives back": "returns, releases",
+    "given back": "returned, released",
+    "is handed": "gets, receives",
+    "turns out": "is",
 }
 # Words that are right in their place: a file or folder, and the word.
 ALLOWED: set[tuple[str, str]] = {

@@ -30,17 +30,17 @@ class Killed(BaseException):
 class Device:
     """Replaces the engine: opens numpy models, and ends the process after a number of calls.
 
-    `has_tangents` and `has_back` select the roles of its bundles. `grid` rounds outputs, but not derivatives,
+    `has_jvp` and `has_backward` select the roles of the bundles. `grid` rounds outputs, but not derivatives,
     to its multiples, like int8 activations. `broken` replaces one derivative of every call.
     """
 
     def __init__(
-        self, encoder: bool = False, has_tangents: bool = True, grid: float = 0.0, has_back: bool = False
+        self, encoder: bool = False, has_jvp: bool = True, grid: float = 0.0, has_backward: bool = False
     ) -> None:
         self.backend = encoder_backend() if encoder else byte_level_backend()
         self.encoder = encoder
-        self.has_tangents = has_tangents
-        self.has_back = has_back
+        self.has_jvp = has_jvp
+        self.has_backward = has_backward
         self.grid = grid
         self.calls_left: int | None = None
         self.broken: float | None = None
@@ -85,7 +85,7 @@ class Device:
             JVP: Interface((*targets, "tangent_hidden_states"), ("parts", "tangent_parts")),
             BACKWARD: Interface((*targets, "grad_parts"), ("grad_hidden_states",)),
         }
-        chosen = [FORWARD, *[JVP] * self.has_tangents, *[BACKWARD] * self.has_back]
+        chosen = [FORWARD, *[JVP] * self.has_jvp, *[BACKWARD] * self.has_backward]
         programs = [BlockProgram("programs/0.pte", {FORWARD: Interface(state, ("hidden_states",))})]
         programs += [
             BlockProgram(f"programs/{number}.pte", {role: methods[role] for role in chosen})

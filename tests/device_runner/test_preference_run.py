@@ -29,7 +29,7 @@ WORDS = ["film", "cat", "good", "bad", "Yes", "No"]
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
-    device = Device(has_back=True)
+    device = Device(has_backward=True)
     device.replaces(monkeypatch, run_verb)
     device.replaces(monkeypatch, evaluate_verb)
     return device

@@ -617,7 +617,7 @@ def test_an_evaluation_has_the_scores_of_the_run(
 @pytest.fixture
 def exact(device: Device, settings: RunSettings, tmp_path: Path) -> RunSettings:
     """Return settings of a short run of a bundle with the role backward."""
-    device.has_back = True
+    device.has_backward = True
     bundle = device.write_bundle(tmp_path / "exact")
     return replace(settings, bundle=bundle, estimator="exact", save_steps=100)
 

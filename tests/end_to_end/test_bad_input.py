@@ -173,8 +173,8 @@ def test_a_disk_without_room_for_activation_checkpoints_ends_a_run(workshop: Pat
         "--out", tmp_path / "run", "--batch-size", 1024, "--steps", 2, "--learning-rate", 0.01,
     ]  # fmt: skip
     # The process of the tests needs more memory than one that runs a single verb.
-    least = run_in_child(*arguments, "--memory", 1, code=2)
-    arguments += ["--memory", least.split("needs at least ")[1].split("\n")[0].replace(" ", "")]
+    output_of_refusal = run_in_child(*arguments, "--memory", 1, code=2)
+    arguments += ["--memory", output_of_refusal.split("needs at least ")[1].split("\n")[0].replace(" ", "")]
     run_in_child(*arguments)
     whole = (tmp_path / "run/final/adapter_model.safetensors").read_bytes()
     shutil.rmtree(tmp_path / "run")

@@ -151,9 +151,9 @@ def test_both_processes_stay_within_a_memory_limit(workshop: Path, tmp_path: Pat
     with pytest.raises(RuntimeError, match="StopIteration"), serving(bundle, learn, "--memory", "20MB"):
         pass
     output = (tmp_path / "log").read_text()
-    least = re.search(r"a server that learns needs at least (\d+) MB", output)
-    assert least, output
-    with serving(bundle, learn, "--memory", f"{least[1]}MB") as (process, client):
+    match = re.search(r"a server that learns needs at least (\d+) MB", output)
+    assert match, output
+    with serving(bundle, learn, "--memory", f"{match[1]}MB") as (process, client):
         for prompt in PROMPTS:
             id, _ = ask(client, prompt)
             client.post("/feedback", body={"id": id, "correction": "bb cc"}, cast_to=object)
@@ -161,7 +161,7 @@ def test_both_processes_stay_within_a_memory_limit(workshop: Path, tmp_path: Pat
         assert not learners(process)  # and frees the memory
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
-    assert f"MB at most, of the {least[1]} MB of --memory" in (tmp_path / "log").read_text()
+    assert f"MB at most, of the {match[1]} MB of --memory" in (tmp_path / "log").read_text()
 
 
 @pytest.mark.whole

@@ -82,11 +82,11 @@ def test_too_little_memory_is_refused_with_the_minimum_which_suffices(
     assert "--memory 20 MB is too little:" in refused.stdout and "Traceback" not in refused.stdout
     files = [path.name for path in (tmp_path / "out").rglob("*")] if (tmp_path / "out").exists() else []
     assert set(files) <= {"run.lock"}
-    least = needed(refused.stdout)
-    done, peak = child(*arguments, "--memory", least)
-    assert peak <= least
-    assert f"MB at most, of the {least / 1e6:,.0f} MB of --memory" in done.stdout
-    assert peak >= least / MAX_SHARE
+    min_bytes = needed(refused.stdout)
+    done, peak = child(*arguments, "--memory", min_bytes)
+    assert peak <= min_bytes
+    assert f"MB at most, of the {min_bytes / 1e6:,.0f} MB of --memory" in done.stdout
+    assert peak >= min_bytes / MAX_SHARE
 
 
 def test_chat_refuses_too_little_memory(workshop: Path) -> None:

@@ -104,9 +104,9 @@ def test_a_run_chooses_its_estimator(
 
 def test_roles_have_costs_and_are_required(config_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--model", config_folder, "--estimator", "antithetic")
-    whole, stack = report_of(capsys, *arguments), report_of(capsys, *arguments, "--roles", "forward")
+    whole, forward_only = report_of(capsys, *arguments), report_of(capsys, *arguments, "--roles", "forward")
     for name in ("programs_bytes", "weights_bytes", "packed_bytes"):
-        assert stack[name] < whole[name], name
+        assert forward_only[name] < whole[name], name
     with raises(ConfigError, "role-missing", containing="tangent"):
         main(
             [

@@ -72,7 +72,7 @@ def phone(daemon: Daemon, runtime: Path, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture(scope="session")
-def stack_bundle(made_once: FolderBuilder) -> Path:
+def forward_bundle(made_once: FolderBuilder) -> Path:
     """Return a bundle of the demo's model for forward passes of copies and for generation."""
 
     def fill(folder: Path) -> None:
@@ -81,14 +81,14 @@ def stack_bundle(made_once: FolderBuilder) -> Path:
             "--roles", "forward", "prefill", "decode", "--sequence-length", 32,
         )  # fmt: skip
 
-    return made_once("demo stack that writes", fill) / "my bundle"
+    return made_once("demo forward bundle", fill) / "my bundle"
 
 
 @pytest.fixture
-def run_arguments(phone: Path, stack_bundle: Path) -> list[object]:
+def run_arguments(phone: Path, forward_bundle: Path) -> list[object]:
     """Return arguments of a short `prge android run`, without its name."""
     return [
-        "--folder", phone, "--bundle", stack_bundle, "--train", DEMO / "train.jsonl", "--dev",
+        "--folder", phone, "--bundle", forward_bundle, "--train", DEMO / "train.jsonl", "--dev",
         DEMO / "dev.jsonl", "--dev-limit", 20, "--task", DEMO / "task.yaml", "--steps", 20, "--threads", 1,
         "--queries", 2, "--batch-size", 2,
         "--eval-steps", 10, "--select", "loss", "--save-steps", 10, "--learning-rate", 0.01,

@@ -125,7 +125,7 @@ def test_push_sends_only_changed_files(daemon: Daemon, phone: Path, runtime: Pat
 
 @pytest.mark.whole
 def test_a_run_with_a_difficult_name(
-    daemon: Daemon, phone: Path, run_arguments: list[object], stack_bundle: Path, tmp_path: Path
+    daemon: Daemon, phone: Path, run_arguments: list[object], forward_bundle: Path, tmp_path: Path
 ) -> None:
     name = 'it\'s "mine" & $(yours)'
     done = daemon.prge("run", *run_arguments, "--out", name, "--wait")
@@ -140,7 +140,7 @@ def test_a_run_with_a_difficult_name(
         "log.txt", "run.lock",
     }  # fmt: skip
     assert all((out / name).read_bytes() == (there / name).read_bytes() for name in names)
-    bundle = open_bundle(stack_bundle)
+    bundle = open_bundle(forward_bundle)
     assert read_peft(find_adapter(out), bundle.chain.modules).values.any()
     # No pulled file shows rows, except the log, which is pulled on request.
     first = json.loads((DEMO / "train.jsonl").read_text().splitlines()[0])

@@ -61,12 +61,12 @@ def test_a_runtime_without_flower_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.whole
 def test_a_phone_with_no_network_but_its_cable_trains(
-    daemon: Daemon, stack_bundle: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    daemon: Daemon, forward_bundle: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     phone = tmp_path / "phone"
     daemon.prge("push", built_runtime(tmp_path_factory, fleet=True), "--folder", phone)
     try:
-        output = train_fleet_of_one(daemon, str(phone), stack_bundle, tmp_path)
+        output = train_fleet_of_one(daemon, str(phone), forward_bundle, tmp_path)
     finally:
         end_jobs(phone)
     assert output.count(": 1 answers, loss 0.") == 2

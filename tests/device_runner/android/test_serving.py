@@ -80,8 +80,8 @@ class Server:
 
 
 @pytest.fixture
-def server(daemon: Daemon, phone: Path, stack_bundle: Path) -> Iterator[Server]:
-    arguments = ["--bundle", stack_bundle, "--port", PORT, "--threads", 1, "--memory", "400MB"]
+def server(daemon: Daemon, phone: Path, forward_bundle: Path) -> Iterator[Server]:
+    arguments = ["--bundle", forward_bundle, "--port", PORT, "--threads", 1, "--memory", "400MB"]
     served = Server(daemon, phone, arguments)
     yield served
     daemon.adb("forward", "--remove-all")

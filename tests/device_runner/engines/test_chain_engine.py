@@ -176,8 +176,8 @@ def test_calls_are_computed_in_micro_batches(bundle: Bundle, monkeypatch: pytest
     engine = opened(bundle, BACKWARD).engine
     calls = [(role, call_for(bundle, role, 9)) for role in (FORWARD, JVP)]
     before = [bits(computed(engine, role, call)) for role, call in calls]
-    for most in (1, 100):
-        monkeypatch.setattr(planning, "MAX_HIDDEN_STATES", most)
+    for max_hidden_states in (1, 100):
+        monkeypatch.setattr(planning, "MAX_HIDDEN_STATES", max_hidden_states)
         assert [bits(computed(engine, role, call)) for role, call in calls] == before
 
 

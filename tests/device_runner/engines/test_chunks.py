@@ -84,8 +84,8 @@ def test_the_bits_depend_on_the_row_alone(folder: Path) -> None:
         assert engine.forward(one).tobytes() == result[number].tobytes()
     call = calls_of(bundle, 2)
     whole = bits(computed(opened(bundle, BACKWARD).engine, BACKWARD, call))
-    least = max(bundle.file(block.weights).stat().st_size for block in bundle.chain.blocks[1:])
-    for other in (opened(bundle, BACKWARD, loaded=least), opened(bundle, BACKWARD, "torch")):
+    min_bytes = max(bundle.file(block.weights).stat().st_size for block in bundle.chain.blocks[1:])
+    for other in (opened(bundle, BACKWARD, loaded=min_bytes), opened(bundle, BACKWARD, "torch")):
         assert bits(computed(other.engine, BACKWARD, call)) == whole
 
 

@@ -47,9 +47,9 @@ def test_a_step_loads_only_the_experts_that_its_tokens_are_routed_to(folder: Pat
     call = replace(call, sequences=(replace(sequence, tokens=sequence.tokens[:2] * 4),))
     expected = _experts_of(oracle_of(folder), call)
     assert all(0 < len(experts) < 8 for experts in expected)
-    least = max(chain.loaded_bytes(lambda name: bundle.file(name).stat().st_size))
+    min_bytes = max(chain.loaded_bytes(lambda name: bundle.file(name).stat().st_size))
     result = []
-    for memory in (None, least):
+    for memory in (None, min_bytes):
         programs = opened(bundle, BACKWARD, loaded=memory)
         with counted_loads(programs) as loads:
             result.append(bits(computed(programs.engine, BACKWARD, call)))

@@ -13,5 +13,5 @@ def fleet(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     """Return a fleet whose devices allow every estimator."""
     policy = "estimators: [tangent, antithetic, fzoo, exact]\n"
     return Fleet(
-        tmp_path, Device(getattr(request, "param", "") == "encoder", has_back=True), monkeypatch, policy
+        tmp_path, Device(getattr(request, "param", "") == "encoder", has_backward=True), monkeypatch, policy
     )

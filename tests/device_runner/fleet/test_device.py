@@ -299,9 +299,9 @@ def test_a_refused_plan_creates_no_folder(fleet: Fleet) -> None:
 def test_time_may_run_out_during_the_replay_which_is_stored(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looks = iter([False] * 3 + [True] * 100)
+    answers = iter([False] * 3 + [True] * 100)
     with monkeypatch.context() as patch:
-        patch.setattr(Pauses, "wait", lambda *_: next(looks))
+        patch.setattr(Pauses, "wait", lambda *_: next(answers))
         assert "out of time" in server.refusal(6)
     assert len(server.lines) == 1
     assert "is at step 6, needs that of step 12" in server.refusal(6, missed=b"", state=b"")

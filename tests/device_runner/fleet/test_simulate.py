@@ -25,7 +25,7 @@ MakeArguments = Callable[..., list[str]]
 @pytest.fixture
 def make_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeArguments:
     """Return a command line for a fleet of eight devices; flags may be overridden."""
-    device = Device(has_back=True)
+    device = Device(has_backward=True)
     device.replaces(monkeypatch, local, opening)
     write_films(tmp_path)
     flags = {

@@ -9,5 +9,5 @@ from tests.device_runner.numpy_device import Device
 
 if __name__ == "__main__":
     module: Any = rounds
-    module.open_engine = Device(has_back=True).open_engine
+    module.open_engine = Device(has_backward=True).open_engine
     round_process.main()

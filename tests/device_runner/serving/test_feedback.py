@@ -121,21 +121,21 @@ def test_waiting_for_a_lock_delays_nothing_else(
     monkeypatch.setattr(module, "SECONDS_TO_LOCK", 0.5)
     longest = 0.0
 
-    async def taken() -> None:
+    async def store_and_measure() -> None:
         """Send feedback while the event loop's latency is measured."""
         nonlocal longest
-        taking = asyncio.ensure_future(feedback.store(FeedbackRequest("0", 0, "good", None), ""))
-        while not taking.done():
+        storing = asyncio.ensure_future(feedback.store(FeedbackRequest("0", 0, "good", None), ""))
+        while not storing.done():
             begin = time.monotonic()
             await asyncio.sleep(0)
             longest = max(longest, time.monotonic() - begin)
-        await taking
+        await storing
 
     with path.open("ab") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
         begin = time.monotonic()
         with pytest.raises(RequestError) as error:
-            asyncio.run(taken())
+            asyncio.run(store_and_measure())
         assert error.value.status == 503 and 0.4 < time.monotonic() - begin < 5 and longest < 0.4
         assert feedback.problem
         Thread(target=lambda: (time.sleep(0.1), fcntl.flock(stream, fcntl.LOCK_UN))).start()

@@ -141,7 +141,7 @@ class Workspace:
 
 @pytest.fixture
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workspace:
-    device = Device(has_back=True)
+    device = Device(has_backward=True)
     device.replaces(monkeypatch, rounds)
     device.write_bundle(tmp_path / "bundle")
     kept = [{"prompt": f"{one} {other}", "completion": " No"} for one in WORDS[4:] for other in WORDS[4:]]

@@ -87,7 +87,7 @@ class Child:
 def serving(folder: Path, every: int) -> Iterator[Child]:
     bundle = folder / "bundle"
     if not bundle.exists():
-        Device(has_back=True).write_bundle(bundle)
+        Device(has_backward=True).write_bundle(bundle)
     script = Path(__file__).with_name("learning_child.py")
     with server_process(script, bundle, folder / "learn", every) as (process, url):
         yield Child(process, url)
@@ -136,8 +136,8 @@ def test_the_event_loop_opens_no_file(tmp_path: Path) -> None:
         child.check_health_until(
             lambda: child.ask("/v1/adapters")[1]["data"][-1]["status"] in ("served", "refused")
         )
-        back = [child.ask("/v1/adapters/back", body) for body in ({}, {"version": 7}, {"version": 1})]
-        assert [status for status, _ in back] in ([400, 409, 200], [400, 409, 409])
+        rollbacks = [child.ask("/v1/adapters/back", body) for body in ({}, {"version": 7}, {"version": 1})]
+        assert [status for status, _ in rollbacks] in ([400, 409, 200], [400, 409, 409])
         child.end()
         assert child.process.stdout is not None
         output = child.process.stdout.read()

@@ -50,7 +50,7 @@ CHILD = """
 import sys
 from device_runner.serving import round_process, rounds
 from tests.device_runner.numpy_device import Device
-rounds.open_engine = Device(has_back=True).open_engine
+rounds.open_engine = Device(has_backward=True).open_engine
 sys.platform = {platform!r}
 round_process.main()
 """
@@ -63,7 +63,7 @@ class NumpyRound(RoundProcess):
 @pytest.fixture
 def round(tmp_path: Path) -> Round:
     """Return a round of many steps."""
-    Device(has_back=True).write_bundle(tmp_path / "bundle")
+    Device(has_backward=True).write_bundle(tmp_path / "bundle")
     bundle = open_bundle(tmp_path / "bundle")
     feedback = tmp_path / "learn/feedback.jsonl"
     feedback.parent.mkdir()
@@ -124,7 +124,7 @@ def test_a_child_runs_a_round_like_this_process(round: Round, monkeypatch: pytes
     process.end()
     expected = bits(round)
     here = replace(round, settings=replace(round.settings, out=round.settings.out.with_name("here")))
-    monkeypatch.setattr("device_runner.serving.rounds.open_engine", Device(has_back=True).open_engine)
+    monkeypatch.setattr("device_runner.serving.rounds.open_engine", Device(has_backward=True).open_engine)
     assert round_outcome(here, print) == result and bits(here) == expected
 
 

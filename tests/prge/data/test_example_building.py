@@ -540,13 +540,13 @@ def test_completions_keep_their_boundary(prompt: str, completion: str, length: i
     model = spec(sequence_length=length)
     data = rows({"prompt": prompt, "completion": " " + completion})
     examples, _ = build_examples(data, TOKENIZER, model, options=BuildOptions(overflow))
-    wanted = [*TOKENIZER.encode_pair(prompt, " " + completion).completion, 2]
+    expected = [*TOKENIZER.encode_pair(prompt, " " + completion).completion, 2]
     for example in examples:
         check_slots(example, model)
         for target in example.sequences[0].targets:
             assert example.sequences[0].tokens[target.position + 1] == target.token
     targets = [target.token for example in examples for target in example.sequences[0].targets]
-    assert targets == (wanted if overflow == "split" else wanted[: len(targets)])
+    assert targets == (expected if overflow == "split" else expected[: len(targets)])
 
 
 @given(

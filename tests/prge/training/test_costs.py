@@ -215,13 +215,13 @@ def test_a_manifest_stores_the_outline() -> None:
 
 
 def test_only_an_exact_run_maps_transposed_weights_and_has_activation_checkpoints() -> None:
-    stack, exact = (
+    forward, exact = (
         estimate_run_memory(OUTLINE, shape, WEIGHTS, ROLES, "native")
         for shape in (replace(FORWARD, copies=1), EXACT)
     )
-    assert exact.mapped - stack.mapped == WEIGHTS.packed_transposed
+    assert exact.mapped - forward.mapped == WEIGHTS.packed_transposed
     # Three hidden states at any time, and the checkpoint of each block.
-    assert exact.states == stack.states * (3 + 2 + 1) // 3
+    assert exact.states == forward.states * (3 + 2 + 1) // 3
 
 
 def test_adapter_and_directions() -> None:

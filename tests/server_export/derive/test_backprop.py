@@ -254,11 +254,11 @@ def test_small_probabilities_pass_a_quantized_head_backward() -> None:
     state.requires_grad_()
     SoftmaxParts.apply(head.layer(state), shift, index).backward(grad_output)
     assert state.grad is not None and not grad_state[:, :3].any()
-    for actual, reference, least in (
+    for actual, reference, min_similarity in (
         (grad_state, state.grad, 0.999),
         (grad_state.sum(1), state.grad.sum(1), 0.985),
     ):
-        assert float(F.cosine_similarity(actual.ravel(), reference.ravel(), dim=0)) > least
+        assert float(F.cosine_similarity(actual.ravel(), reference.ravel(), dim=0)) > min_similarity
         assert float(actual.norm() / reference.norm()) == pytest.approx(1, abs=0.05)
 
 
