@@ -13,7 +13,7 @@ from prge.formats.chain import Chain
 from prge.formats.format3 import ROLES, chain_of_format_3, port_of_format_3
 from prge.formats.signatures import ALL_ROLES, BACKWARD, BACKWARD_SAVED, FORWARD, JVP
 
-# The chain of a tiny Llama's bundle, with all roles, rows in chunks, and int8 layers, as a development version after 0.2.0 wrote it.
+# The chain of a tiny Llama's bundle with all roles, rows in chunks, and int8 layers.
 OLD = json.loads(Path(__file__).with_name("chain_of_format_3.json").read_text(encoding="utf-8"))
 
 
