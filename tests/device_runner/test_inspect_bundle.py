@@ -145,10 +145,10 @@ def test_an_encoders_chain_has_a_pooling(tmp_path: Path, capsys: pytest.CaptureF
     assert open_bundle(folder).pooling == "first"
 
 
-def test_a_bundle_of_version_0_2_is_shown_with_the_current_names(
+def test_a_bundle_of_format_3_is_shown_with_the_current_names(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    old = json.loads((Path(__file__).parents[1] / "prge/formats/chain_of_0_2.json").read_text("utf-8"))
+    old = json.loads((Path(__file__).parents[1] / "prge/formats/chain_of_format_3.json").read_text("utf-8"))
     folder = make_bundle(tmp_path / "bundle", Chain.from_json(chain_of_format_3(old)))
     manifest = {**read_manifest(folder), "format": 3, "chain": old}
     manifest.pop("manifest_sha256")
