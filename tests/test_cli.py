@@ -24,9 +24,9 @@ from tests.bundles import PROGRAM, make_bundle
 HEAVY = {"torch", "executorch", "transformers", "torchao", "peft"}
 
 
-def prge(*words: str, **streams: Any) -> subprocess.CompletedProcess[str]:
+def prge(*arguments: str, **streams: Any) -> subprocess.CompletedProcess[str]:
     """Run the command line in a child process."""
-    command = [sys.executable, "-m", "prge.cli.main", *words]
+    command = [sys.executable, "-m", "prge.cli.main", *arguments]
     return subprocess.run(command, text=True, timeout=60, check=False, **streams)
 
 
@@ -34,8 +34,8 @@ def prge(*words: str, **streams: Any) -> subprocess.CompletedProcess[str]:
 def fails(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Call a verb that fails, and return its message."""
 
-    def call(*words: str) -> str:
-        assert main(list(words)) == 2
+    def call(*arguments: str) -> str:
+        assert main(list(arguments)) == 2
         message = capsys.readouterr().err
         assert message.startswith("prge") and "Traceback" not in message
         return message
@@ -44,8 +44,8 @@ def fails(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
 
 def test_help_lists_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in ([], ["--help"], ["-h"], ["help"]):
-        assert main(words) == 0
+    for arguments in ([], ["--help"], ["-h"], ["help"]):
+        assert main(arguments) == 0
         text = capsys.readouterr().out
         assert all(f"\n  {name} " in text and verb.help in text for name, verb in VERBS.items())
 
@@ -58,7 +58,7 @@ def test_verbs_are_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
     assert listed == [[*verbs] for verbs in VERB_GROUPS.values()]
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"prge {__version__}\n"
 
@@ -95,7 +95,7 @@ def test_unknown_flag_of_a_verb_is_an_error_with_code_2(verb: str, fails: Callab
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("arguments", "expected"),
     [
         ("nonsense", "There is no verb 'nonsense' of prge"),
         ("inspect", "--bundle is missing"),
@@ -108,14 +108,14 @@ def test_unknown_flag_of_a_verb_is_an_error_with_code_2(verb: str, fails: Callab
     ],
 )
 def test_errors_end_with_code_2_and_no_traceback(
-    words: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: Callable[..., str]
+    arguments: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: Callable[..., str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (make_bundle(tmp_path / "damaged") / PROGRAM).write_bytes(b"")
     (tmp_path / "bad.yaml").write_text("runz: 3\njson: much\n", encoding="utf-8")
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "metrics.jsonl").touch()
-    assert expected in fails(*words.split())
+    assert expected in fails(*arguments.split())
 
 
 def test_debug_keeps_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +124,7 @@ def test_debug_keeps_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
         main(["report", "nowhere"])
 
 
-def test_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
+def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     child = prge("inspect", str(make_bundle(tmp_path / "bundle")), stdout=writing, stderr=subprocess.PIPE)
@@ -132,11 +132,11 @@ def test_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
     assert (child.returncode, child.stderr) == (128 + signal.SIGPIPE, "")
 
 
-@pytest.mark.parametrize("words", [["inspect"], ["--help"], ["inspect", "--help"]])
-def test_output_that_can_not_be_written_is_an_error(tmp_path: Path, words: list[str]) -> None:
-    bundle = [str(make_bundle(tmp_path / "bundle"))] if words == ["inspect"] else []
+@pytest.mark.parametrize("arguments", [["inspect"], ["--help"], ["inspect", "--help"]])
+def test_output_that_can_not_be_written_is_an_error(tmp_path: Path, arguments: list[str]) -> None:
+    bundle = [str(make_bundle(tmp_path / "bundle"))] if arguments == ["inspect"] else []
     with open("/dev/full", "w") as full:
-        child = prge(*words, *bundle, stdout=full, stderr=subprocess.PIPE)
+        child = prge(*arguments, *bundle, stdout=full, stderr=subprocess.PIPE)
     assert child.returncode == 2
     assert child.stderr.endswith(": No space left on device\n")
     assert "Traceback" not in child.stderr and "Exception ignored" not in child.stderr
@@ -144,8 +144,8 @@ def test_output_that_can_not_be_written_is_an_error(tmp_path: Path, words: list[
 
 def test_closed_standard_files_change_no_exit_code(tmp_path: Path) -> None:
     bundle = make_bundle(tmp_path / "bundle")
-    for words, code in ((["inspect", str(bundle)], 0), (["inspect", "nowhere"], 2)):
-        assert prge(*words, preexec_fn=lambda: os.closerange(0, 3)).returncode == code
+    for arguments, code in ((["inspect", str(bundle)], 0), (["inspect", "nowhere"], 2)):
+        assert prge(*arguments, preexec_fn=lambda: os.closerange(0, 3)).returncode == code
 
 
 def _raising(error: BaseException) -> Callable[[list[str]], int]:

@@ -29,23 +29,23 @@ FOREIGN = {"--lora", "--config-file"}
 
 
 def named(path: Path) -> str:
-    """A document's path as a message shows it."""
+    """Return a document's path as a message shows it."""
     return str(path.relative_to(REPOSITORY))
 
 
 def text_of(document: Path) -> str:
-    """A document with continued lines of commands joined."""
+    """Return a document with continued lines of commands joined."""
     return document.read_text(encoding="utf-8").replace("\\\n", " ")
 
 
 def spans(document: Path) -> Iterator[str]:
-    """What a document quotes in sentences and tables: its inline code."""
+    """Yield the inline code of a document, which its sentences and tables quote."""
     without_blocks = re.sub(r"```.*?```", "", text_of(document), flags=re.DOTALL)
     yield from re.findall(r"`([^`\n]+)`", without_blocks)
 
 
 def code_of(document: Path) -> str:
-    """The blocks of code of a document, fenced or indented."""
+    """Return the blocks of code of a document, fenced or indented."""
     fenced = re.findall(r"```\w*\n(.*?)```", text_of(document), re.DOTALL)
     without = re.sub(r"```.*?```", "", text_of(document), flags=re.DOTALL)
     return "\n".join([*fenced, *re.findall(r"^ {4}.*$", without, re.MULTILINE)])
@@ -53,18 +53,18 @@ def code_of(document: Path) -> str:
 
 @cache
 def flags_of_scripts(folder: Path) -> str:
-    """The sources that define the flags of the scripts in a folder."""
+    """Return the sources that define the flags of the scripts in a folder."""
     return "".join(path.read_text(encoding="utf-8") for path in sorted(folder.glob("*")) if path.is_file())
 
 
 def defines(sources: str, flag: str) -> bool:
-    """Whether scripts take a flag, by argparse, as a keyword, or as a field of settings."""
+    """Return whether scripts take a flag, by argparse, as a keyword, or as a field of settings."""
     field = flag[2:].replace("-", "_")
     return f'"{flag}"' in sources or re.search(rf"\b{field}(\"?: |=)", sources) is not None
 
 
 @pytest.mark.parametrize("document", LINKING, ids=named)
-def test_links_lead_somewhere(document: Path) -> None:
+def test_links_lead_to_existing_documents(document: Path) -> None:
     for link, anchor in re.findall(
         r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", document.read_text(encoding="utf-8")
     ):
@@ -74,7 +74,7 @@ def test_links_lead_somewhere(document: Path) -> None:
 
 
 def anchors(document: Path) -> set[str]:
-    """What links can name of a document: its headings, as GitHub and MkDocs write them."""
+    """Return the anchors of a document: its headings, as GitHub and MkDocs write them."""
     text = re.sub(r"```.*?```", "", document.read_text(encoding="utf-8"), flags=re.DOTALL)
     titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
@@ -104,9 +104,9 @@ def test_quoted_code_imports_names_that_exist(document: Path) -> None:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=named)
 def test_quoted_scripts_take_their_flags(document: Path) -> None:
     for line in re.findall(r"(?:python|bash) (scripts/.*)", text_of(document)):
-        script, *words = shlex.split(re.split(r" [>|#]|[`)]", line)[0].replace("[", "").replace("]", ""))
+        script, *arguments = shlex.split(re.split(r" [>|#]|[`)]", line)[0].replace("[", "").replace("]", ""))
         sources = flags_of_scripts((REPOSITORY / script).parent)
-        for flag in re.findall(r"--[a-z][a-z0-9-]*", " ".join(words)):
+        for flag in re.findall(r"--[a-z][a-z0-9-]*", " ".join(arguments)):
             assert defines(sources, flag), f"{script} has no {flag}"
 
 
@@ -120,13 +120,13 @@ def test_quoted_verbs_and_flags_exist(document: Path) -> None:
     for span in spans(document):
         for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", span):
             assert flag in flags | FOREIGN or defines(scripts, flag), f"`{span}`: there is no {flag}"
-        for words in re.findall(r"\bprge ([a-z]\w*)(?: ([a-z]\w*))?", span):
-            verb = " ".join(words[: 2 if words[0] in groups else 1]).strip()
+        for names in re.findall(r"\bprge ([a-z]\w*)(?: ([a-z]\w*))?", span):
+            verb = " ".join(names[: 2 if names[0] in groups else 1]).strip()
             assert f"prge {verb}" in progs, f"`{span}`: there is no verb {verb}"
 
 
 def test_every_command_has_flags_of_its_verb(monkeypatch: pytest.MonkeyPatch) -> None:
-    def stop(kind: object, given: object, problems: list[str], prog: str) -> None:
+    def stop(settings_type: object, given: object, problems: list[str], prog: str) -> None:
         wrong = [each for each in problems if "is not a flag" in each or "stands alone" in each]
         raise AssertionError(wrong) if wrong else SystemExit(0)
 
@@ -134,10 +134,10 @@ def test_every_command_has_flags_of_its_verb(monkeypatch: pytest.MonkeyPatch) ->
     read = 0
     for document in DOCUMENTS:
         for line in re.findall(r"^ *(?:\w+=\S+ )*prge (?!tune: error)(.*)", code_of(document), re.MULTILINE):
-            words = shlex.split(re.split(r" [>|#&]", line)[0])
-            if len(words) > 2 and not {"--resume", "--preset", "..."} & set(words):
+            arguments = shlex.split(re.split(r" [>|#&]", line)[0])
+            if len(arguments) > 2 and not {"--resume", "--preset", "..."} & set(arguments):
                 read += 1
-                assert main(words) == 0, f"{document.name}: prge {line}"
+                assert main(arguments) == 0, f"{document.name}: prge {line}"
     assert read > 50
 
 
@@ -145,7 +145,7 @@ def test_the_readme_is_short() -> None:
     assert len(README.read_text(encoding="utf-8").split()) <= 1200
 
 
-def test_the_table_of_verbs_has_all() -> None:
+def test_the_table_of_verbs_is_complete() -> None:
     page = (REPOSITORY / "docs/reference/verbs.md").read_text(encoding="utf-8")
     assert sorted(re.findall(r"^\| `prge (\w+)`", page, re.MULTILINE)) == sorted(VERBS)
 
@@ -164,9 +164,9 @@ def test_the_reference_has_every_flag() -> None:
 def test_the_site_builds(tmp_path: Path) -> None:
     if any(importlib.util.find_spec(name) is None for name in ("mkdocs", "material", "mkdocstrings")):
         pytest.skip("mkdocs is not installed")
-    words = ["build", "--strict", "--config-file", "docs/mkdocs.yml", "--site-dir", tmp_path / "site"]
+    arguments = ["build", "--strict", "--config-file", "docs/mkdocs.yml", "--site-dir", tmp_path / "site"]
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", *words], cwd=REPOSITORY, capture_output=True, text=True
+        [sys.executable, "-m", "mkdocs", *arguments], cwd=REPOSITORY, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     assert "--learning-rate" in (tmp_path / "site/reference/verbs/index.html").read_text(encoding="utf-8")

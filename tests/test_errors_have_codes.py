@@ -21,7 +21,7 @@ CODE = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_every_error_is_made_with_a_code(package: str) -> None:
+def test_every_error_is_created_with_a_code(package: str) -> None:
     lacking = [
         f"{path.relative_to(ROOT)}:{call.lineno}"
         for path in sorted((ROOT / package).rglob("*.py"))

@@ -21,9 +21,9 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
 
 
-def code_with(words: str) -> str:
+def code_with(text: str) -> str:
     """Return the only Python block that contains a text."""
-    (block,) = (block for block in blocks("python") if words in block)
+    (block,) = (block for block in blocks("python") if text in block)
     return block
 
 
@@ -37,8 +37,8 @@ def test_estimator_optimizer_and_task_learn(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.chdir(tmp_path)
     page: dict[str, Any] = {}
-    for words in ("class RankedEvolution", "def fine_tune", "class Margin", "class Lion", "visit.yaml"):
-        exec(code_with(words), page)
+    for text in ("class RankedEvolution", "def fine_tune", "class Margin", "class Lion", "visit.yaml"):
+        exec(code_with(text), page)
 
     # The two classes of balanced rows have a loss of log 2 by chance level.
     assert page["untrained"] > 0.95 * math.log(2)

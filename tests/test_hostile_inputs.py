@@ -28,8 +28,8 @@ from prge.data.options import BuildOptions
 from prge.errors import DataError, PrgeError, format_value
 from prge.generation.loop import GenerationSettings
 from prge.generation.prompts import Prompts
+from tests.device_runner.numpy_model import TEMPLATE, NumpyModel
 from tests.device_runner.serving.test_server import Child, served
-from tests.device_runner.speaking import TEMPLATE, Speaking
 from tests.refusals import raises
 
 # Invalid UTF-8 of a command line as Python represents it, and as JSON may escape it.
@@ -40,32 +40,34 @@ NO_IDS = [-1, 420, 2**31, 2**32, 2**63, 2**64, -(2**63), True, 1.0, 1.5, "1", No
 
 
 @pytest.fixture
-def speaking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Speaking:
-    speaking = Speaking(tmp_path / "bundle", TEMPLATE)
-    speaking.replaces(monkeypatch, generate, chat, session)
-    return speaking
+def numpy_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NumpyModel:
+    numpy_model = NumpyModel(tmp_path / "bundle", TEMPLATE)
+    numpy_model.replaces(monkeypatch, generate, chat, session)
+    return numpy_model
 
 
 Call = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def call(speaking: Speaking, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+def call(
+    numpy_model: NumpyModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Call:
     """Run a verb with bytes as standard input; return exit code, output and messages."""
 
-    def call(verb: str, *words: object, given: bytes = b"") -> tuple[int, str, str]:
+    def call(verb: str, *arguments: object, given: bytes = b"") -> tuple[int, str, str]:
         # As a terminal of this machine decodes them.
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(given), "utf-8"))
-        settings = ["--bundle", speaking.folder, "--max-tokens", 4, "--temperature", 0]
-        code = main([verb, *map(str, [*settings, *words])])
+        settings = ["--bundle", numpy_model.folder, "--max-tokens", 4, "--temperature", 0]
+        code = main([verb, *map(str, [*settings, *arguments])])
         return code, *capsys.readouterr()
 
     return call
 
 
 @pytest.mark.parametrize("text", SURROGATES)
-def test_words_of_the_command_line_that_are_no_utf8(call: Call, text: str) -> None:
-    for words in (
+def test_arguments_that_are_not_utf8_are_refused(call: Call, text: str) -> None:
+    for arguments in (
         ["--prompt", text],
         ["--prompt", text, "--chat"],
         ["--prompt", "a", "--chat", "--system", text],
@@ -73,32 +75,34 @@ def test_words_of_the_command_line_that_are_no_utf8(call: Call, text: str) -> No
         ["--prompt", "a", "--chat", "--chat-template-kwargs", json.dumps({"a": text}, ensure_ascii=False)],
         ["--prompt", "a", "--chat", "--chat-template-kwargs", json.dumps({"a": text})],
     ):
-        code, _, err = call("generate", *words)
-        assert code == 2 and ("UTF-8" in err or "escape pair" in err), words
-    for words in (["--stop", text], ["--chat-template-kwargs", json.dumps({"a": text})]):
-        assert call("chat", *words, given=b"hello\n")[0] == 2
+        code, _, err = call("generate", *arguments)
+        assert code == 2 and ("UTF-8" in err or "escape pair" in err), arguments
+    for arguments in (["--stop", text], ["--chat-template-kwargs", json.dumps({"a": text})]):
+        assert call("chat", *arguments, given=b"hello\n")[0] == 2
     # The conversation continues, though no message can be answered.
     code, out, err = call("chat", "--system", text, given=b"hello\n")
     assert (code, out) == (0, "") and "half of a surrogate pair" in err
 
 
 @pytest.mark.parametrize("text", ODD_TEXTS[1:])
-def test_odd_words_are_texts(speaking: Speaking, call: Call, text: str) -> None:
-    assert call("generate", "--prompt", text)[:2] == (0, speaking.answers(text, max_tokens=4).text + "\n")
+def test_unusual_arguments_are_texts(numpy_model: NumpyModel, call: Call, text: str) -> None:
+    assert call("generate", "--prompt", text)[:2] == (0, numpy_model.answers(text, max_tokens=4).text + "\n")
 
 
 @pytest.mark.parametrize("content", NOT_UTF8)
-def test_standard_input_that_is_no_utf8(speaking: Speaking, call: Call, content: bytes) -> None:
+def test_standard_input_that_is_not_utf8_is_refused(
+    numpy_model: NumpyModel, call: Call, content: bytes
+) -> None:
     code, _, err = call("generate", "--prompt", "-", given=content)
     assert code == 2 and "standard input is not UTF-8" in err and "byte " in err
     code, out, err = call("chat", given=content + b"\nthe film was\n")
-    answer = speaking.answers([{"role": "user", "content": "the film was"}], max_tokens=4)
+    answer = numpy_model.answers([{"role": "user", "content": "the film was"}], max_tokens=4)
     assert (code, out) == (0, answer.text + "\n") and "the line is not UTF-8" in err
 
 
-def test_standard_input_with_odd_texts(speaking: Speaking, call: Call) -> None:
+def test_standard_input_may_have_unusual_texts(numpy_model: NumpyModel, call: Call) -> None:
     for text in ODD_TEXTS:
-        expected = speaking.answers(text, max_tokens=4).text
+        expected = numpy_model.answers(text, max_tokens=4).text
         assert call("generate", "--prompt", "-", given=text.encode() + b"\r\n")[:2] == (0, expected + "\n")
 
 
@@ -125,7 +129,7 @@ def json_of(value: object) -> bytes:
 
 
 def rows_of_a_format(folder: Path, text: str | bytes) -> Iterator[Path]:
-    """Files of rows in every format and form, with a text that is not UTF-8."""
+    """Yield files of rows in every format and form, with a text that is not UTF-8."""
     raw = text if isinstance(text, bytes) else text.encode(errors="surrogatepass")
     files = {
         "a.csv": b"text\n" + raw + b"\n",
@@ -163,18 +167,20 @@ def rows_of_a_format(folder: Path, text: str | bytes) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("text", [*SURROGATES, *NOT_UTF8])
-def test_rows_that_are_no_utf8(speaking: Speaking, call: Call, tmp_path: Path, text: str | bytes) -> None:
-    model = speaking.bundle.chain.model
+def test_rows_that_are_not_utf8_are_refused(
+    numpy_model: NumpyModel, call: Call, tmp_path: Path, text: str | bytes
+) -> None:
+    model = numpy_model.bundle.chain.model
     for path in rows_of_a_format(tmp_path, text):
         with pytest.raises(DataError):
-            load_examples(path, speaking.tokenizer, model, options=BuildOptions(objective="auto"))
+            load_examples(path, numpy_model.tokenizer, model, options=BuildOptions(objective="auto"))
         assert call("generate", "--data", path)[0] == 2, path
         with pytest.raises(DataError):
-            read_prompts(path, Prompts(speaking.tokenizer))
+            read_prompts(path, Prompts(numpy_model.tokenizer))
 
 
-def test_values_that_json_has_no_type_for(speaking: Speaking, tmp_path: Path) -> None:
-    """Dates, durations and bytes of tables within messages, whereas templates take JSON."""
+def test_values_without_a_json_type_in_messages_are_refused(numpy_model: NumpyModel, tmp_path: Path) -> None:
+    """The values are dates, durations and bytes within messages, and templates take JSON."""
     import datetime
 
     for extra in (datetime.date(2024, 1, 2), datetime.timedelta(1), b"\xff"):
@@ -184,13 +190,13 @@ def test_values_that_json_has_no_type_for(speaking: Speaking, tmp_path: Path) ->
         ]
         path = tmp_path / "a.parquet"
         parquet.write_table(pyarrow.table({"messages": [messages]}), path)
-        with raises(DataError, "not-json", saying=format_value(extra)):
-            load_examples(path, speaking.tokenizer, speaking.bundle.chain.model)
+        with raises(DataError, "not-json", containing=format_value(extra)):
+            load_examples(path, numpy_model.tokenizer, numpy_model.bundle.chain.model)
 
 
 @pytest.mark.parametrize("text", SURROGATES)
-def test_feedback_that_is_no_utf8(speaking: Speaking, text: str) -> None:
-    examples = FeedbackExamples(speaking.tokenizer, speaking.bundle.chain.model)
+def test_feedback_that_is_not_utf8_is_refused(numpy_model: NumpyModel, text: str) -> None:
+    examples = FeedbackExamples(numpy_model.tokenizer, numpy_model.bundle.chain.model)
     messages = [{"role": "user", "content": text}]
     for row in (
         {"prompt": "a", "answer": "b", "correction": text},
@@ -204,11 +210,11 @@ def test_feedback_that_is_no_utf8(speaking: Speaking, text: str) -> None:
     examples.build({"prompt": "a", "answer": "b", "correction": " c"})
 
 
-def test_python(speaking: Speaking) -> None:
-    model = prge.load(speaking.folder)
-    expected = speaking.answers("the film", max_tokens=4)
-    ids = [1, *speaking.tokenizer.encode("the film")] if speaking.tokenizer.begin else []
-    ids = ids or speaking.tokenizer.encode("the film")
+def test_python_functions_refuse_invalid_texts_and_ids(numpy_model: NumpyModel) -> None:
+    model = prge.load(numpy_model.folder)
+    expected = numpy_model.answers("the film", max_tokens=4)
+    ids = [1, *numpy_model.tokenizer.encode("the film")] if numpy_model.tokenizer.begin else []
+    ids = ids or numpy_model.tokenizer.encode("the film")
     for prompt in (
         "the film",
         np.str_("the film"),
@@ -222,7 +228,7 @@ def test_python(speaking: Speaking) -> None:
     for messages in (conversation, tuple(conversation), [{**conversation[0], "n": np.int64(3)}]):
         assert (
             model.generate(messages, max_tokens=4).tokens
-            == speaking.answers(conversation, max_tokens=4).tokens
+            == numpy_model.answers(conversation, max_tokens=4).tokens
         )
     bad: list[Any] = [
         *SURROGATES,
@@ -270,33 +276,33 @@ def child(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Child]:
         assert server.health()
 
 
-ASKED = {"model": "base", "prompt": "the film", "max_tokens": 3, "temperature": 0}
+REQUEST = {"model": "base", "prompt": "the film", "max_tokens": 3, "temperature": 0}
 CHAT = {"model": "base", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "temperature": 0}
 
 
-def test_bodies_with_ids_that_are_none(child: Child) -> None:
+def test_requests_with_invalid_ids_are_refused(child: Child) -> None:
     for each in NO_IDS:
         for prompt in ([each], [5, each], [[5], [each]]):
             if prompt in (["1"], [[1]]):  # a list of texts, and one of prompts
                 continue
-            status, answer = child.ask({**ASKED, "prompt": prompt})
+            status, answer = child.ask({**REQUEST, "prompt": prompt})
             assert status == 400 and "prompt" in answer["error"]["message"], prompt
         for name in ("max_tokens", "n", "top_k", "stop", "model", "logit_bias", "stream_options"):
-            status, answer = child.ask({**ASKED, name: each})
+            status, answer = child.ask({**REQUEST, name: each})
             assert status in (200, 400, 404), (name, each)
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "seed", "user"):
-            assert child.ask({**ASKED, name: each})[0] in (200, 400), (name, each)
+            assert child.ask({**REQUEST, name: each})[0] in (200, 400), (name, each)
         for name in ("chat_template_kwargs", "messages", "max_completion_tokens"):
             assert child.ask({**CHAT, name: each}, "/v1/chat/completions")[0] in (200, 400), (name, each)
         for name in ("id", "index", "rating", "correction"):
             row = {"id": "a", "rating": "good", name: each}
             assert child.ask(row, "/v1/feedback")[0] in (400, 404), (name, each)
         assert child.ask({"version": each}, "/v1/adapters/back")[0] in (400, 404, 409)
-    assert child.ask({**ASKED, "prompt": [5, 419 - 1]})[0] == 200
+    assert child.ask({**REQUEST, "prompt": [5, 419 - 1]})[0] == 200
 
 
 @pytest.mark.parametrize("content", [*NOT_UTF8, b"\\ud800", b"\\udfff\\ud800"])
-def test_bodies_with_texts_that_are_none(child: Child, content: bytes) -> None:
+def test_requests_with_invalid_texts_are_refused(child: Child, content: bytes) -> None:
     text = b'"' + content + b'"'
     bodies = {
         "/v1/completions": [
@@ -326,8 +332,8 @@ def test_bodies_with_texts_that_are_none(child: Child, content: bytes) -> None:
 
 
 @pytest.mark.parametrize("text", ODD_TEXTS)
-def test_bodies_with_odd_texts_are_answered(child: Child, text: str) -> None:
-    assert child.ask({**ASKED, "prompt": text, "stop": [text]})[0] == 200
+def test_requests_with_unusual_texts_are_answered(child: Child, text: str) -> None:
+    assert child.ask({**REQUEST, "prompt": text, "stop": [text]})[0] == 200
     status, answer = child.ask(
         {**CHAT, "messages": [{"role": "user", "content": text}]}, "/v1/chat/completions"
     )
@@ -337,7 +343,7 @@ def test_bodies_with_odd_texts_are_answered(child: Child, text: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/models/%ff", "/v1/models/%00", "/v1/models/%ed%a0%80", "/%ff%00"])
-def test_paths_that_are_no_texts(child: Child, path: str) -> None:
+def test_paths_that_are_not_texts_are_refused(child: Child, path: str) -> None:
     import http.client
     from contextlib import closing
 

@@ -27,30 +27,32 @@ from tests.bundles import make_bundle
 from tests.verbs import prge
 
 # Paths that a verb writes on another machine, or not at all.
-ELSEWHERE = {("prge android run", "out"), ("prge estimate", "out")}
+NOT_WRITTEN_HERE = {("prge android run", "out"), ("prge estimate", "out")}
 # Verbs that don't change the content of an existing folder.
 ACCEPTED = {("prge fleet keys", "out"), ("prge rows forget", "file")}
 SUFFIX = {("prge report", "out"): ".html"}
-# Words that refuse a command before it would access the network or begin its work.
-MORE = {"prge android bundle": ["--compiler", "no-such-compiler"]}
+# Arguments that make a verb refuse a command before it would access the network or begin its work.
+ADDITIONAL_ARGUMENTS = {"prge android bundle": ["--compiler", "no-such-compiler"]}
 
 
-class Taken(NamedTuple):
+class Verb(NamedTuple):
     """A verb as users type it, with its settings."""
 
     prog: str
     settings: type[Any]
-    kinds: Mapping[str, Any]
+    field_types: Mapping[str, Any]
 
 
 @functools.cache
-def verbs() -> tuple[Taken, ...]:
-    """All verbs and subcommands, found through their help."""
-    taken: list[Taken] = []
+def verbs() -> tuple[Verb, ...]:
+    """Return all verbs and subcommands, found through their help."""
+    result: list[Verb] = []
     below: list[str] = []
 
-    def keep_settings(settings_type: type[Any], kinds: Mapping[str, Any], prog: str, shown: object) -> None:
-        taken.append(Taken(prog, settings_type, kinds))
+    def keep_settings(
+        settings_type: type[Any], field_types: Mapping[str, Any], prog: str, shown: object
+    ) -> None:
+        result.append(Verb(prog, settings_type, field_types))
 
     def keep_verbs(prog: str, helps: Mapping[str, str], about: str, groups: Mapping[str, str]) -> None:
         below.extend(helps)
@@ -66,28 +68,28 @@ def verbs() -> tuple[Taken, ...]:
             main([verb, "--help"])
             for name in [*below]:
                 main([verb, name, "--help"])
-    return tuple(taken)
+    return tuple(result)
 
 
-def written() -> Iterator[tuple[Taken, str, Output]]:
-    """All settings of all verbs that name an output file or folder."""
-    for taken in verbs():
-        for name, output in output_settings(taken.settings).items():
-            yield taken, name, output
+def written() -> Iterator[tuple[Verb, str, Output]]:
+    """Yield all settings of all verbs that name an output file or folder."""
+    for verb in verbs():
+        for name, output in output_settings(verb.settings).items():
+            yield verb, name, output
 
 
 def test_every_path_setting_is_an_input_or_an_output() -> None:
-    progs = {taken.prog.removeprefix("prge ") for taken in verbs()}
+    progs = {verb.prog.removeprefix("prge ") for verb in verbs()}
     assert {verb for verb in VERBS if verb not in ("android", "fleet", "rows")} <= progs
     assert {"android bundle", "fleet serve", "rows forget"} <= progs
     unknown = {
-        (taken.prog, name)
-        for taken in verbs()
-        for name, field_type in taken.kinds.items()
+        (verb.prog, name)
+        for verb in verbs()
+        for name, field_type in verb.field_types.items()
         if contains_path_type(field_type)
-        and not {name} & {*input_settings(taken.settings), *output_settings(taken.settings)}
+        and not {name} & {*input_settings(verb.settings), *output_settings(verb.settings)}
     }
-    assert unknown == ELSEWHERE
+    assert unknown == NOT_WRITTEN_HERE
 
 
 # Stored text settings that don't name a path.
@@ -102,8 +104,8 @@ def test_every_stored_text_setting_is_classified() -> None:
     assert {each.prog for each in kept} >= {"prge run", "prge tune", "prge fleet join"}
     texts = {
         name
-        for taken in kept
-        for name, field_type in taken.kinds.items()
+        for verb in kept
+        for name, field_type in verb.field_types.items()
         if not contains_path_type(field_type) and not list_choices(field_type) and "str" in str(field_type)
     }
     assert texts - {*PATH_LIKE_SETTINGS} == texts & WORDS
@@ -141,7 +143,7 @@ def _folder(path: Path) -> None:
 
 
 def _folder_of_names(*names: str) -> Callable[[Path], None]:
-    """A folder with foreign files that have the names that verbs use."""
+    """Return a folder with foreign files that have the names that verbs use."""
 
     def make(path: Path) -> None:
         for name in names:
@@ -151,7 +153,7 @@ def _folder_of_names(*names: str) -> Callable[[Path], None]:
     return make
 
 
-THERE: Mapping[str, Callable[[Path], None]] = {
+EXISTING: Mapping[str, Callable[[Path], None]] = {
     "nothing": lambda path: None,
     "no folder for it": lambda path: path.parent.rmdir(),
     "csv": _file(CONTENT["csv"], 0o644),
@@ -184,15 +186,15 @@ def _content(folder: Path) -> dict[str, tuple[int, bytes]]:
     return result
 
 
-def _words(taken: Taken, written: str, given: Path) -> Sequence[str]:
-    """Return words for all required settings except the given one."""
-    items = {item.name: item for item in dataclasses.fields(taken.settings)}
+def _arguments(verb: Verb, written: str, given: Path) -> Sequence[str]:
+    """Return arguments for all required settings except the given one."""
+    items = {item.name: item for item in dataclasses.fields(verb.settings)}
     names = [name for name, item in items.items() if is_required(item)]
-    for choice in getattr(taken.settings, "ONE_OF", ()):
+    for choice in getattr(verb.settings, "ONE_OF", ()):
         names += [] if set(choice) & {*names, written} else [choice[0]]
-    words = ["--serial", "no-such-device"] if "serial" in taken.kinds else []
+    arguments = ["--serial", "no-such-device"] if "serial" in verb.field_types else []
     for name in names:
-        field_type = taken.kinds[name]
+        field_type = verb.field_types[name]
         if name == written:
             continue
         value: object
@@ -200,7 +202,7 @@ def _words(taken: Taken, written: str, given: Path) -> Sequence[str]:
             value = list_choices(field_type)[0]
         elif name == "bundle":
             value = given / "bundle"
-        elif name in output_settings(taken.settings):
+        elif name in output_settings(verb.settings):
             value = given / "other"
         elif contains_path_type(field_type) and name in ("run", "runs", "source", "folder"):
             value = given / "run"
@@ -208,43 +210,40 @@ def _words(taken: Taken, written: str, given: Path) -> Sequence[str]:
             value = given / "rows.jsonl"
         else:
             value = given / "model"
-        words += [flag(name), str(value)]
-    return words
+        arguments += [flag(name), str(value)]
+    return arguments
 
 
 @pytest.mark.parametrize("has_inputs", [False, True])
 @pytest.mark.parametrize(
-    ("taken", "name", "output"), [pytest.param(*each, id=f"{each[0].prog} {each[1]}") for each in written()]
+    ("verb", "name", "output"), [pytest.param(*each, id=f"{each[0].prog} {each[1]}") for each in written()]
 )
 def test_a_refused_command_changes_nothing_where_it_would_write(
-    taken: Taken, name: str, output: Output, has_inputs: bool, tmp_path: Path
+    verb: Verb, name: str, output: Output, has_inputs: bool, tmp_path: Path
 ) -> None:
-    for variant, make in THERE.items():
+    for variant, make in EXISTING.items():
         work = tmp_path / variant.replace(" ", "-")
         work.mkdir()
-        given = tmp_path / f"given-{work.name}"
-        given.mkdir()
+        input_folder = tmp_path / f"given-{work.name}"
+        input_folder.mkdir()
         if has_inputs:
-            make_bundle(given / "bundle")
-            (given / "rows.jsonl").write_text('{"prompt": "a", "completion": " b"}\n' * 8)
-            (given / "run").mkdir()
-            (given / "model").mkdir()
-        path = work / f"people{SUFFIX.get((taken.prog, name), '.csv')}"
+            make_bundle(input_folder / "bundle")
+            (input_folder / "rows.jsonl").write_text('{"prompt": "a", "completion": " b"}\n' * 8)
+            (input_folder / "run").mkdir()
+            (input_folder / "model").mkdir()
+        path = work / f"people{SUFFIX.get((verb.prog, name), '.csv')}"
         make(path)
         before = _content(tmp_path)
-        words = [
-            *taken.prog.split()[1:],
-            *_words(taken, name, given),
-            flag(name),
-            str(path),
-            *MORE.get(taken.prog, []),
-        ]
-        ended = prge(*words, check=False, cwd=given)
+        arguments = [
+            *verb.prog.split()[1:], *_arguments(verb, name, input_folder), flag(name), str(path),
+            *ADDITIONAL_ARGUMENTS.get(verb.prog, []),
+        ]  # fmt: skip
+        ended = prge(*arguments, check=False, cwd=input_folder)
         after = _content(tmp_path)
         assert {key: after.get(key) for key in before} == before, (variant, ended)
         assert "Traceback" not in ended.stderr, (variant, ended)
         if ended.returncode == 0:
-            assert (taken.prog, name) in ACCEPTED, (variant, ended)
+            assert (verb.prog, name) in ACCEPTED, (variant, ended)
             continue
         assert ended.returncode == 2, (variant, ended)
         assert after == before, (variant, ended)

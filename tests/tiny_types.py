@@ -227,10 +227,10 @@ def tiny_configs(model_type: str) -> Iterator[Any]:
     """Return functions that make a configuration, the most likely one first."""
     from transformers import CONFIG_MAPPING
 
-    made = CONFIG_MAPPING[model_type]
+    config_class = CONFIG_MAPPING[model_type]
     for with_lists in (True, False):
         for changes in _VARIANTS:
-            yield lambda lists=with_lists, more=changes: made(**_shrunk(made(), lists, more))
+            yield lambda lists=with_lists, more=changes: config_class(**_shrunk(config_class(), lists, more))
 
 
 def _shrunk(config: Any, with_lists: bool, changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -238,25 +238,25 @@ def _shrunk(config: Any, with_lists: bool, changes: Mapping[str, Any]) -> dict[s
     from transformers import PretrainedConfig
 
     result: dict[str, Any] = {}
-    given = {name: value for name, value in vars(config).items() if not name.startswith("_")}
-    layers = _chosen_layers(given) * changes.get("times", 1)
-    for name, value in given.items():
+    values = {name: value for name, value in vars(config).items() if not name.startswith("_")}
+    layers = _chosen_layers(values) * changes.get("times", 1)
+    for name, value in values.items():
         if name in changes:
             result[name] = changes[name]
         elif isinstance(value, PretrainedConfig):
             result[name] = {**_shrunk(value, with_lists, changes), "model_type": value.model_type}
         elif isinstance(value, int) and not isinstance(value, bool):
-            result[name] = _size(name, value, given)
+            result[name] = _size(name, value, values)
         elif name.endswith("token_id") and isinstance(value, list):
-            result[name] = _size(name, value[0], given)
+            result[name] = _size(name, value[0], values)
         elif value is None and "sizes" in changes and _largest(name) is not None:
             result[name] = _largest(name)
-        elif _is_by_layer(value, given) and with_lists:
-            result[name] = [_entry(name, value[index], given) for index in layers]
+        elif _is_by_layer(value, values) and with_lists:
+            result[name] = [_entry(name, value[index], values) for index in layers]
         elif name == "attention_types":
             result[name] = [[pattern, 1] for pattern, _ in value]
-    count, shared = _layer_count(given), given.get("num_kv_shared_layers") or 0
-    result |= {name: len(layers) for name, value in given.items() if value == count and _is_layers(name)}
+    count, shared = _layer_count(values), values.get("num_kv_shared_layers") or 0
+    result |= {name: len(layers) for name, value in values.items() if value == count and _is_layers(name)}
     return result | ({"num_kv_shared_layers": len(layers) // 2} if shared else {})
 
 

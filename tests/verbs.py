@@ -19,23 +19,27 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 def prge(
-    *words: object, check: bool = True, cwd: Path | None = None, input: str = ""
+    *arguments: object, check: bool = True, cwd: Path | None = None, input: str = ""
 ) -> subprocess.CompletedProcess[str]:
     """Run one verb and return its exit code and output, including its children's."""
-    command = list(map(str, words))
+    command = list(map(str, arguments))
     with (
-        tempfile.TemporaryFile("w+") as given,
-        tempfile.TemporaryFile("w+") as out,
-        tempfile.TemporaryFile("w+") as errors,
+        tempfile.TemporaryFile("w+") as input_file,
+        tempfile.TemporaryFile("w+") as output_file,
+        tempfile.TemporaryFile("w+") as errors_file,
     ):
-        given.write(input)
-        given.seek(0)
-        with _standard("stdin", given), _standard("stdout", out), _standard("stderr", errors):
+        input_file.write(input)
+        input_file.seek(0)
+        with (
+            _standard("stdin", input_file),
+            _standard("stdout", output_file),
+            _standard("stderr", errors_file),
+        ):
             code = _called(command, cwd)
-        said = [_content(stream) for stream in (out, errors)]
+        outputs = [_content(stream) for stream in (output_file, errors_file)]
     if check and code:
-        raise AssertionError(f"prge {' '.join(command)} ended with {code}\n{said[0]}\n{said[1]}")
-    return subprocess.CompletedProcess(command, code, *said)
+        raise AssertionError(f"prge {' '.join(command)} ended with {code}\n{outputs[0]}\n{outputs[1]}")
+    return subprocess.CompletedProcess(command, code, *outputs)
 
 
 def _called(command: list[str], cwd: Path | None) -> int:

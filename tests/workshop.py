@@ -16,11 +16,11 @@ def write_rows(path: Path, rows: Sequence[dict[str, object]]) -> Path:
     return path
 
 
-def export(model: Path, bundle: Path, *words: object) -> Path:
+def export(model: Path, bundle: Path, *arguments: object) -> Path:
     """Export a model for rows of 32 tokens."""
     prge(
         "export", "--model", model, "--out", bundle, "--target-modules", "all-linear", "--rank", 2,
-        "--sequence-length", 32, *words,
+        "--sequence-length", 32, *arguments,
     )  # fmt: skip
     return bundle
 

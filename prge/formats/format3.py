@@ -1,4 +1,4 @@
-"""Bundles of format 3, which prge 0.2 wrote: translation of their manifest to the current format."""
+"""Translation of the manifest of bundles of format 3, which development versions after 0.2.0 wrote."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class PhoneMachine:
                 raise PrgeError(
                     f"The phone can't train: {check['name']}: {check['detail']}",
                     remedy=check["remedy"],
-                    code="phone-can't-train",
+                    code="phone-cannot-train",
                 )
         values = {name: check["value"] for name, check in checks.items()}
         return PhoneFacts(

@@ -30,17 +30,17 @@ class Killed(BaseException):
 class Device:
     """Replaces the engine: opens numpy models, and ends the process after a number of calls.
 
-    `has_tangents` and `has_back` select the roles of its bundles. `grid` rounds outputs, but not derivatives,
+    `has_jvp` and `has_backward` select the roles of the bundles. `grid` rounds outputs, but not derivatives,
     to its multiples, like int8 activations. `broken` replaces one derivative of every call.
     """
 
     def __init__(
-        self, encoder: bool = False, has_tangents: bool = True, grid: float = 0.0, has_back: bool = False
+        self, encoder: bool = False, has_jvp: bool = True, grid: float = 0.0, has_backward: bool = False
     ) -> None:
         self.backend = encoder_backend() if encoder else byte_level_backend()
         self.encoder = encoder
-        self.has_tangents = has_tangents
-        self.has_back = has_back
+        self.has_jvp = has_jvp
+        self.has_backward = has_backward
         self.grid = grid
         self.calls_left: int | None = None
         self.broken: float | None = None
@@ -53,9 +53,9 @@ class Device:
                 raise Killed
 
     def open_engine(self, bundle: Bundle, role: str = FORWARD, **_: object) -> OpenEngine:
-        """Replaces device_runner.engines.opening.open_engine."""
+        """Replace device_runner.engines.opening.open_engine."""
         bundle.chain.check_role(role)
-        blocks: Any = None  # nobody speaks
+        blocks: Any = None  # no text is generated
         engine: Any = _Engine(self, role)
         assert engine.model == bundle.chain.model
         store: Any = SimpleNamespace(residual_bytes=None, trunk=None)
@@ -85,7 +85,7 @@ class Device:
             JVP: Interface((*targets, "tangent_hidden_states"), ("parts", "tangent_parts")),
             BACKWARD: Interface((*targets, "grad_parts"), ("grad_hidden_states",)),
         }
-        chosen = [FORWARD, *[JVP] * self.has_tangents, *[BACKWARD] * self.has_back]
+        chosen = [FORWARD, *[JVP] * self.has_jvp, *[BACKWARD] * self.has_backward]
         programs = [BlockProgram("programs/0.pte", {FORWARD: Interface(state, ("hidden_states",))})]
         programs += [
             BlockProgram(f"programs/{number}.pte", {role: methods[role] for role in chosen})
@@ -164,12 +164,12 @@ def write_films(folder: Path) -> None:
     """Write labelled texts `train.jsonl` and `dev.jsonl`, and their task `task.yaml`."""
     random = np.random.default_rng(0)
     words = ["good", "bad", "great", "terrible", "film", "dog", "cat", "town"]
-    drawn = random.integers(0, 8, (60, 3)).tolist()
+    indices = random.integers(0, 8, (60, 3)).tolist()
     # The middle word determines the label in nine rows of ten.
-    labels = [int(middle % 2 != (random.random() < 0.1)) for _, middle, _ in drawn]
+    labels = [int(middle % 2 != (random.random() < 0.1)) for _, middle, _ in indices]
     rows = [
         {"text": " ".join(words[word] for word in row), "label": label}
-        for row, label in zip(drawn, labels, strict=True)
+        for row, label in zip(indices, labels, strict=True)
     ]
     for name, part in (("train", rows[:40]), ("dev", rows[40:])):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))

@@ -14,7 +14,7 @@ from prge.cli.main import main
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The cache's folder, which doesn't exist yet."""
+    """Return the cache's folder, which doesn't exist yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "prge" / "packed"
 
@@ -47,23 +47,25 @@ def test_clearing_reports_what_was_freed(folder: Path, capsys: pytest.CaptureFix
         assert not (each / "a").exists() and not (each / "a.checksum").exists()
 
 
-def test_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_files_and_bytes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fill(folder)
-    for words, files, size, freed in (([], 2, 3000, None), (["--clear"], 0, 0, 3000)):
-        assert main(["cache", "--json", *words]) == 0
+    for arguments, files, size, freed in (([], 2, 3000, None), (["--clear"], 0, 0, 3000)):
+        assert main(["cache", "--json", *arguments]) == 0
         report = json.loads(capsys.readouterr().out)
         empty = {"folder": str(folder.with_name("programs")), "files": 0, "bytes": 0}
         packed = {"folder": str(folder), "files": files, "bytes": size}
         assert report == {"folders": [packed, empty], "freed_bytes": freed}
 
 
-def test_without_a_cache_nothing_is_made(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_cache_is_not_created(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["cache", "--clear"]) == 0
     assert "0 bytes freed" in capsys.readouterr().out
     assert not folder.exists()
 
 
-def test_without_a_home(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_home_is_reported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def homeless() -> Path:
         raise RuntimeError("Could not determine home directory.")
 

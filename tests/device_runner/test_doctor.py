@@ -58,7 +58,9 @@ def test_engine_really_loads_here() -> None:
 
 
 @pytest.mark.usefixtures("engine")
-def test_everything_present(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_complete_machine_passes_all_checks(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(
         importlib.metadata, "version", lambda name: requirement(name).partition("==")[2] or "9"
     )
@@ -97,7 +99,7 @@ def test_code_1_if_run_lacks_something_and_the_rest_is_still_checked(
 
 
 @pytest.mark.parametrize(
-    ("answer", "state", "found"),
+    ("answer", "state", "message"),
     [
         ("can't be loaded: ImportError: libtorch.so", "missing", "libtorch.so"),
         ({"backends": ["QnnBackend"], "threads": 4}, "missing", "without XnnpackBackend: it has QnnBackend"),
@@ -105,10 +107,12 @@ def test_code_1_if_run_lacks_something_and_the_rest_is_still_checked(
         (GOOD_ENGINE, "ok", "loads, with XnnpackBackend"),
     ],
 )
-def test_engine(answer: Any, state: str, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_state_of_the_engine_is_reported(
+    answer: Any, state: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(doctor, "probe_engine", lambda: answer)
     engine, threads = check_of("engine"), check_of("threads")
-    assert (engine.state, found in engine.detail) == (state, True)
+    assert (engine.state, message in engine.detail) == (state, True)
     assert bool(engine.remedy) == (state == "missing")
     assert threads.state == ("warn" if isinstance(answer, str) else "ok")
 
@@ -121,7 +125,9 @@ def test_engine(answer: Any, state: str, found: str, monkeypatch: pytest.MonkeyP
         ("import sys; sys.exit(3)", "can't be loaded: exit code 3"),
     ],
 )
-def test_engine_that_ends_its_process(code: str, output: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_ends_its_process_is_reported(
+    code: str, output: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(doctor, "ENGINE_PROBE", code)
     answer = doctor.probe_engine()
     assert isinstance(answer, str)
@@ -138,7 +144,7 @@ def test_other_version_than_the_pinned_is_a_warning(monkeypatch: pytest.MonkeyPa
     assert check_of("torch").state == "ok"
 
 
-def test_package_that_can_not_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_cannot_be_imported_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "safetensors", None)
     check = check_of("safetensors")
     assert check.state == "missing"
@@ -146,7 +152,7 @@ def test_package_that_can_not_be_imported(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.usefixtures("engine")
-def test_check_that_fails_is_reported_and_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_check_is_reported_and_the_others_continue(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> dict[str, int]:
         raise RuntimeError("unforeseen")
 

@@ -17,9 +17,9 @@ from prge.generation.loop import GenerationSettings, Generator, Request
 from prge.generation.prompts import Prompts
 from prge.objectives.examples import Example
 from tests.bundles import make_spec
+from tests.numpy_generation_engine import NumpyGenerationEngine, make_adapter
 from tests.prge.data.tiny_tokenizers import byte_level_backend
 from tests.refusals import raises
-from tests.speakers import NumpyGenerationEngine, make_adapter
 
 TOKENIZER = Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, prepend_bos=True)
 QUESTION = {"name": "q", "template": "{q}\nAnswer:", "columns": {"answers": "a"}, "metric": "rouge_l"}
@@ -36,43 +36,43 @@ def texts(result: Sequence[Any]) -> list[str]:
     return [answer.text for answer in result]
 
 
-def test_the_model_is_asked_the_question_without_its_answer() -> None:
-    asked = ["the film", "on mat"]
+def test_a_prompt_is_the_question_without_its_answer() -> None:
+    questions = ["the film", "on mat"]
     result = write_answers(
         Generator(NumpyGenerationEngine(), TOKENIZER),
-        examples(*asked),
+        examples(*questions),
         make_adapter(1),
         Generate(9, ()),
         "error",
     )
-    prompts = [Prompts(TOKENIZER).encode_text(f"{text}\nAnswer:") for text in asked]
-    wanted = GenerationSettings(9)
+    prompts = [Prompts(TOKENIZER).encode_text(f"{text}\nAnswer:") for text in questions]
+    settings = GenerationSettings(9)
     direct = Generator(NumpyGenerationEngine(), TOKENIZER).generate(
-        [Request(prompt, make_adapter(1), wanted) for prompt in prompts]
+        [Request(prompt, make_adapter(1), settings) for prompt in prompts]
     )
     assert texts(result) == texts(direct) and len(result[0].tokens) == 9
 
 
 def test_an_answer_ends_before_a_stop_text() -> None:
     generator = Generator(NumpyGenerationEngine(), TOKENIZER)
-    asked = examples("the film")
-    (whole,) = write_answers(generator, asked, make_adapter(), Generate(20, ()), "truncate")
+    questions = examples("the film")
+    (whole,) = write_answers(generator, questions, make_adapter(), Generate(20, ()), "truncate")
     stop = whole.text[len(whole.text) // 2 :][:3]
-    (cut,) = write_answers(generator, asked, make_adapter(), Generate(20, (stop,)), "truncate")
+    (cut,) = write_answers(generator, questions, make_adapter(), Generate(20, (stop,)), "truncate")
     assert cut.text == whole.text[: whole.text.index(stop)]
 
 
 def test_a_question_that_leaves_no_room_loses_its_beginning_or_is_refused() -> None:
-    asked = examples("the film was good " * 6)
-    context = len(asked[0].prompt)
+    questions = examples("the film was good " * 6)
+    context = len(questions[0].prompt)
     for overflow, cut in (("truncate", 8),):
         generator = Generator(NumpyGenerationEngine(context=context), TOKENIZER)
-        (result,) = write_answers(generator, asked, make_adapter(), Generate(8), overflow)
+        (result,) = write_answers(generator, questions, make_adapter(), Generate(8), overflow)
         assert result.cut_tokens == cut and result.prompt_tokens == context - cut
     with raises(DataError, "prompt-too-long"):
-        write_answers(generator, asked, make_adapter(), Generate(8), "error")
+        write_answers(generator, questions, make_adapter(), Generate(8), "error")
 
 
 def test_a_question_with_its_answer_is_one_row() -> None:
-    with raises(ConfigError, "settings-unusable", saying="--overflow"):
+    with raises(ConfigError, "settings-unusable", containing="--overflow"):
         run(EvaluateSettings(bundle=Path("bundle"), data=Path("data"), task="squad", overflow="split"))

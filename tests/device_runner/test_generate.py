@@ -15,23 +15,23 @@ from device_runner.session.generation import read_adapter
 from prge.cli.main import main
 from prge.formats.peft import read_peft, scaled_lora_a
 from tests.device_runner.numpy_device import Device
-from tests.device_runner.speaking import TEMPLATE, Speaking
+from tests.device_runner.numpy_model import TEMPLATE, NumpyModel
 
 MESSAGES = [{"role": "user", "content": "the film was"}]
 
 
 @pytest.fixture
-def speaking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Speaking:
-    speaking = Speaking(tmp_path / "bundle", TEMPLATE)
-    speaking.replaces(monkeypatch, verb)
-    return speaking
+def numpy_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NumpyModel:
+    numpy_model = NumpyModel(tmp_path / "bundle", TEMPLATE)
+    numpy_model.replaces(monkeypatch, verb)
+    return numpy_model
 
 
 class VerbOutput:
     """A verb's output and exit code."""
 
-    def __init__(self, capsys: pytest.CaptureFixture[str], words: list[object]) -> None:
-        self.code = main(["generate", *map(str, words)])
+    def __init__(self, capsys: pytest.CaptureFixture[str], arguments: list[object]) -> None:
+        self.code = main(["generate", *map(str, arguments)])
         self.out, self.err = capsys.readouterr()
 
     @property
@@ -40,83 +40,83 @@ class VerbOutput:
 
 
 @pytest.fixture
-def generate(speaking: Speaking, capsys: pytest.CaptureFixture[str]) -> Any:
-    def call(*words: object) -> VerbOutput:
-        return VerbOutput(capsys, ["--bundle", speaking.folder, "--max-tokens", 16, *words])
+def generate(numpy_model: NumpyModel, capsys: pytest.CaptureFixture[str]) -> Any:
+    def call(*arguments: object) -> VerbOutput:
+        return VerbOutput(capsys, ["--bundle", numpy_model.folder, "--max-tokens", 16, *arguments])
 
     return call
 
 
-def test_one_prompt_is_continued_and_the_speed_is_reported(speaking: Speaking, generate: Any) -> None:
+def test_one_prompt_is_continued_and_the_speed_is_reported(numpy_model: NumpyModel, generate: Any) -> None:
     output = generate("--prompt", "the film")
-    expected = speaking.answers("the film")
+    expected = numpy_model.answers("the film")
     assert output.out.removesuffix("\n") == expected.text.removesuffix("\n")
     assert f"{expected.prompt_tokens} prompt tokens" in output.err
     assert "16 tokens" in output.err and "ended by length" in output.err
     assert "use --chat to apply it to the prompt" in output.err
 
 
-def test_text_is_written_while_it_comes(
-    speaking: Speaking, generate: Any, monkeypatch: pytest.MonkeyPatch
+def test_text_is_written_as_it_is_generated(
+    numpy_model: NumpyModel, generate: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chunks: list[str] = []
     monkeypatch.setattr(verb, "write_text", lambda stream, text: chunks.append(text))
     generate("--prompt", "the film")
     assert len(chunks) > 4
-    assert "".join(chunks).startswith(speaking.answers("the film").text)
+    assert "".join(chunks).startswith(numpy_model.answers("the film").text)
 
 
 def test_a_prompt_from_standard_input(
-    speaking: Speaking, generate: Any, monkeypatch: pytest.MonkeyPatch
+    numpy_model: NumpyModel, generate: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("the film\n"))
     assert generate("--prompt", "-").out == generate("--prompt", "the film").out
 
 
 def test_chat_puts_prompts_and_messages_into_the_template(
-    speaking: Speaking, generate: Any, tmp_path: Path
+    numpy_model: NumpyModel, generate: Any, tmp_path: Path
 ) -> None:
-    expected = speaking.answers(MESSAGES).text
+    expected = numpy_model.answers(MESSAGES).text
     assert generate("--prompt", "the film was", "--chat").out.startswith(expected)
     path = tmp_path / "messages.json"
     for content in (MESSAGES, {"messages": MESSAGES}):
         path.write_text(json.dumps(content))
         assert generate("--messages", path).out.startswith(expected)
     system = [{"role": "system", "content": "a dog"}, *MESSAGES]
-    assert generate("--messages", path, "--system", "a dog").out.startswith(speaking.answers(system).text)
+    assert generate("--messages", path, "--system", "a dog").out.startswith(numpy_model.answers(system).text)
     path.write_text(json.dumps(system))
-    assert generate("--messages", path, "--system", "a cat").out.startswith(speaking.answers(system).text)
+    assert generate("--messages", path, "--system", "a cat").out.startswith(numpy_model.answers(system).text)
 
 
-def test_several_prompts_are_made_in_one_batch_and_written_in_order(
-    speaking: Speaking, generate: Any
+def test_several_prompts_are_completed_in_one_batch_and_written_in_order(
+    numpy_model: NumpyModel, generate: Any
 ) -> None:
     output = generate("--prompt", "the film", "a dog", "--prompt", "the town")
-    texts = [speaking.answers(text).text for text in ("the film", "a dog", "the town")]
+    texts = [numpy_model.answers(text).text for text in ("the film", "a dog", "the town")]
     assert output.out == "".join(f"--- {number}\n{text}\n" for number, text in enumerate(texts, 1))
     assert "3 answers" in output.err
-    (speaker,) = speaking.speakers
-    assert max(map(len, speaker.calls[-8:])) == 3
+    (engine,) = numpy_model.engines
+    assert max(map(len, engine.calls[-8:])) == 3
 
 
-def test_every_adapter_answers_every_prompt(speaking: Speaking, generate: Any, tmp_path: Path) -> None:
-    tuned = speaking.write_adapter(tmp_path / "tuned")
+def test_every_adapter_answers_every_prompt(numpy_model: NumpyModel, generate: Any, tmp_path: Path) -> None:
+    tuned = numpy_model.write_adapter(tmp_path / "tuned")
     output = generate(
         "--adapter", tuned, "base", "--adapter", f"again={tuned}", "--json", "--prompt", "the film", "a dog"
     )
     names = [(line["row"], line["adapter"]) for line in output.lines]
     assert names == [(row, name) for row in (1, 2) for name in (str(tuned), "base", "again")]
-    adapter = read_peft(tuned, speaking.bundle.chain.modules)
+    adapter = read_peft(tuned, numpy_model.bundle.chain.modules)
     for line, text in zip(output.lines[::3], ("the film", "a dog"), strict=True):
-        assert line["text"] == speaking.answers(text, adapter).text
+        assert line["text"] == numpy_model.answers(text, adapter).text
     for line, text in zip(output.lines[1::3], ("the film", "a dog"), strict=True):
-        assert line["text"] == speaking.answers(text).text
+        assert line["text"] == numpy_model.answers(text).text
     assert output.lines[0]["text"] == output.lines[2]["text"] != output.lines[1]["text"]
 
 
-def test_a_line_of_json_has_text_tokens_and_speed(speaking: Speaking, generate: Any) -> None:
+def test_a_line_of_json_has_text_tokens_and_speed(numpy_model: NumpyModel, generate: Any) -> None:
     (line,) = generate("--json", "--prompt", "the film").lines
-    expected = speaking.answers("the film")
+    expected = numpy_model.answers("the film")
     assert line["prefill_tokens_per_second"] > 0 and line["tokens_per_second"] > 0
     del line["prefill_tokens_per_second"], line["tokens_per_second"]
     assert line == {
@@ -131,7 +131,7 @@ def test_a_line_of_json_has_text_tokens_and_speed(speaking: Speaking, generate: 
 
 
 def test_rows_are_answered_by_their_task_prompt_messages_or_text(
-    speaking: Speaking, generate: Any, tmp_path: Path
+    numpy_model: NumpyModel, generate: Any, tmp_path: Path
 ) -> None:
     rows = [
         {"prompt": "the film", "completion": " was bad"},
@@ -141,8 +141,8 @@ def test_rows_are_answered_by_their_task_prompt_messages_or_text(
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     lines = generate("--data", data, "--json").lines
-    expected = [speaking.answers(text).text for text in ("the film", "a dog")]
-    assert [line["text"] for line in lines] == [*expected, speaking.answers(MESSAGES).text]
+    expected = [numpy_model.answers(text).text for text in ("the film", "a dog")]
+    assert [line["text"] for line in lines] == [*expected, numpy_model.answers(MESSAGES).text]
     assert [line["row"] for line in generate("--data", data, "--start", 1, "--limit", 1, "--json").lines] == [
         2
     ]
@@ -154,7 +154,7 @@ def test_rows_are_answered_by_their_task_prompt_messages_or_text(
 
 
 def test_forms_of_rows_are_reported_and_become_prompts(
-    speaking: Speaking, generate: Any, tmp_path: Path
+    numpy_model: NumpyModel, generate: Any, tmp_path: Path
 ) -> None:
     rows = [
         {"instruction": MESSAGES[-1]["content"], "output": "b", "id": 1},
@@ -167,13 +167,13 @@ def test_forms_of_rows_are_reported_and_become_prompts(
     ]
     (tmp_path / "test.json").write_text(json.dumps(rows))
     output = generate("--data", tmp_path, "--json")
-    expected = speaking.answers([{"role": "user", "content": MESSAGES[-1]["content"]}]).text
+    expected = numpy_model.answers([{"role": "user", "content": MESSAGES[-1]["content"]}]).text
     assert [line["text"] for line in output.lines] == [expected] * 2
     assert "test.json: 1 rows (Alpaca), columns: instruction; not read: output, id" in output.err
     assert "test.json: 1 rows (ShareGPT), columns: conversations" in output.err
     (tmp_path / "test.json").write_text('[{"question": "the film"}]')
     (line,) = generate("--data", tmp_path, "--columns", "prompt=question", "--json").lines
-    assert line["text"] == speaking.answers("the film").text
+    assert line["text"] == numpy_model.answers("the film").text
 
 
 def test_a_chat_template_is_given_tools_variables_and_a_date(
@@ -184,28 +184,32 @@ def test_a_chat_template_is_given_tools_variables_and_a_date(
         "{% for m in messages %}|{{ m.role }}:{{ m.content }}{% endfor %}"
         "{% if add_generation_prompt %}|assistant:{% endif %}"
     )
-    speaking = Speaking(tmp_path / "given", source)
-    speaking.replaces(monkeypatch, verb)
-    asked, tools = {"role": "user", "content": "Hi"}, [{"name": "weather"}]
+    numpy_model = NumpyModel(tmp_path / "given", source)
+    numpy_model.replaces(monkeypatch, verb)
+    message, tools = {"role": "user", "content": "Hi"}, [{"name": "weather"}]
     prompt = f"2026-11-27 brief {json.dumps(tools)}|user:Hi|assistant:"
     files = {
-        "messages": {"messages": [asked], "tools": tools, "chat_template_kwargs": {"style": "brief"}},
-        "data": {"prompt": [asked], "tools": tools, "style": "brief", "system": "Be kind.", "id": 3},
+        "messages": {"messages": [message], "tools": tools, "chat_template_kwargs": {"style": "brief"}},
+        "data": {"prompt": [message], "tools": tools, "style": "brief", "system": "Be kind.", "id": 3},
     }
     for flag, content in files.items():
         (tmp_path / f"{flag}.jsonl").write_text(json.dumps(content) + "\n")
-        words = [f"--bundle={speaking.folder}", f"--{flag}={tmp_path / flag}.jsonl", "--date=2026-11-27"]
-        output = VerbOutput(capsys, [*words, "--json", "--max-tokens=16"])
-        wanted = prompt.replace("|user", "|system:Be kind.|user") if flag == "data" else prompt
-        literal = Speaking(tmp_path / f"literal-{flag}", f"{{% raw %}}{wanted}{{% endraw %}}")
-        assert output.lines[0]["text"] == literal.answers([asked]).text
-        assert output.lines[0]["prompt_tokens"] == len(literal.tokenizer.encode(wanted))
+        arguments = [
+            f"--bundle={numpy_model.folder}",
+            f"--{flag}={tmp_path / flag}.jsonl",
+            "--date=2026-11-27",
+        ]
+        output = VerbOutput(capsys, [*arguments, "--json", "--max-tokens=16"])
+        expected = prompt.replace("|user", "|system:Be kind.|user") if flag == "data" else prompt
+        literal = NumpyModel(tmp_path / f"literal-{flag}", f"{{% raw %}}{expected}{{% endraw %}}")
+        assert output.lines[0]["text"] == literal.answers([message]).text
+        assert output.lines[0]["prompt_tokens"] == len(literal.tokenizer.encode(expected))
     assert "(prompt and completion), columns: prompt, tools, style, system; not read: id" in output.err
-    words = [f"--bundle={speaking.folder}", "--chat", "--prompt", "Hi", "--date=2026-11-27", "--json"]
-    given = json.dumps({"style": "brief", "tools": tools})
-    output = VerbOutput(capsys, [*words, f"--chat-template-kwargs={given}", "--max-tokens=16"])
+    arguments = [f"--bundle={numpy_model.folder}", "--chat", "--prompt", "Hi", "--date=2026-11-27", "--json"]
+    variables = json.dumps({"style": "brief", "tools": tools})
+    output = VerbOutput(capsys, [*arguments, f"--chat-template-kwargs={variables}", "--max-tokens=16"])
     assert output.lines[0]["prompt_tokens"] == len(literal.tokenizer.encode(prompt))
-    output = VerbOutput(capsys, [*words, "--chat-template-kwargs=[1]"])
+    output = VerbOutput(capsys, [*arguments, "--chat-template-kwargs=[1]"])
     assert output.code == 2 and "chat_template_kwargs must be a mapping of names to values" in output.err
 
 
@@ -218,9 +222,11 @@ def test_rows_without_a_prompt_are_all_named(generate: Any, tmp_path: Path) -> N
     assert "row 3: messages must be a list of at least one message" in output.err
 
 
-def test_a_prompt_that_is_too_long_names_both_lengths_or_is_cut(speaking: Speaking, generate: Any) -> None:
+def test_a_prompt_that_is_too_long_names_both_lengths_or_is_cut(
+    numpy_model: NumpyModel, generate: Any
+) -> None:
     long = " ".join(["dog"] * 500)
-    length = len(speaking.tokenizer.encode(long))
+    length = len(numpy_model.tokenizer.encode(long))
     output = generate("--prompt", "a cat", long)
     assert output.code == 2
     assert f"row 2: it has {length} tokens, the context is 400 for prompt and answer together" in output.err
@@ -229,7 +235,7 @@ def test_a_prompt_that_is_too_long_names_both_lengths_or_is_cut(speaking: Speaki
 
 
 @pytest.mark.parametrize(
-    ("words", "output"),
+    ("arguments", "output"),
     [
         ([], "--prompt or --messages or --data is missing"),
         (["--prompt", "a", "--data", "b.jsonl"], "--prompt and --data: give one of them"),
@@ -244,8 +250,8 @@ def test_a_prompt_that_is_too_long_names_both_lengths_or_is_cut(speaking: Speaki
         (["--messages", "nowhere.json"], "nowhere.json can't be answered"),
     ],
 )
-def test_what_makes_no_sense_is_an_error(generate: Any, words: list[str], output: str) -> None:
-    done = generate(*words)
+def test_unusable_arguments_are_an_error(generate: Any, arguments: list[str], output: str) -> None:
+    done = generate(*arguments)
     assert done.code == 2
     assert output in done.err
     assert done.out == ""
@@ -258,7 +264,7 @@ def test_what_makes_no_sense_is_an_error(generate: Any, words: list[str], output
         ("{", "not JSON"),
     ],
 )
-def test_messages_that_can_not_be_answered_say_why(
+def test_messages_that_cannot_be_answered_are_refused_with_the_reason(
     generate: Any, tmp_path: Path, content: str, output: str
 ) -> None:
     (tmp_path / "messages.json").write_text(content)
@@ -267,8 +273,10 @@ def test_messages_that_can_not_be_answered_say_why(
     assert output in done.err
 
 
-def test_an_adapter_of_another_bundle_is_refused(speaking: Speaking, generate: Any, tmp_path: Path) -> None:
-    folder = speaking.write_adapter(tmp_path / "other")
+def test_an_adapter_of_another_bundle_is_refused(
+    numpy_model: NumpyModel, generate: Any, tmp_path: Path
+) -> None:
+    folder = numpy_model.write_adapter(tmp_path / "other")
     (folder / "hashes.json").unlink()
     config = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps({**config, "r": 5}))
@@ -278,15 +286,15 @@ def test_an_adapter_of_another_bundle_is_refused(speaking: Speaking, generate: A
 
 
 def test_an_adapter_with_another_lora_a_generates_too(
-    speaking: Speaking, generate: Any, tmp_path: Path
+    numpy_model: NumpyModel, generate: Any, tmp_path: Path
 ) -> None:
-    other = Speaking(tmp_path / "other")
+    other = NumpyModel(tmp_path / "other")
     path = other.folder / "adapter/adapter_model.safetensors"
     save_file({name: array + 1 for name, array in load_file(path).items()}, path, {"format": "pt"})
     foreign = other.write_adapter(tmp_path / "foreign")
     assert generate("--prompt", "a", "--adapter", foreign).code == 0
-    _, adapter = read_adapter(speaking.bundle, str(foreign))
-    own = scaled_lora_a(speaking.bundle.adapter)
+    _, adapter = read_adapter(numpy_model.bundle, str(foreign))
+    own = scaled_lora_a(numpy_model.bundle.adapter)
     assert adapter.lora_a is not None and adapter.lora_a.keys() == own.keys()
     assert all((adapter.lora_a[name] > matrix).all() for name, matrix in own.items())
 

@@ -22,7 +22,7 @@ def test_text_shows_all_of_the_manifest(tmp_path: Path, capsys: pytest.CaptureFi
     folder = make_bundle(tmp_path / "bundle", provenance={"made_by": "a test"})
     assert main([str(folder)]) == 0
     text = capsys.readouterr().out
-    for words in (
+    for part in (
         "model_type    llama",
         "3 of 3 types, the lowest adapted block is 1",
         "forward, jvp, backward",
@@ -42,7 +42,7 @@ def test_text_shows_all_of_the_manifest(tmp_path: Path, capsys: pytest.CaptureFi
         "made_by: a test",
         "weights/000.ptd  ok",
     ):
-        assert words in text, words
+        assert part in text, part
     assert text.count("  ok") == len(inspect(folder)["files"])
 
 
@@ -74,13 +74,13 @@ def test_memory_of_runs_is_reported_by_estimator_and_bound(
     ]
     assert main([str(folder)]) == 0
     text = capsys.readouterr().out
-    for words in (
+    for part in (
         "4 rows of 16 tokens, native engine",
         "exact       everything",
         "exact       one block",
         "--memory",
     ):
-        assert words in text, words
+        assert part in text, part
     assert "\nother" not in text and "\noutline" not in text
 
 
@@ -95,7 +95,7 @@ def test_a_bundle_without_an_outline_has_no_estimate(
         inspect(make_bundle(tmp_path / "other", outline={"width": 8}))
 
 
-def test_json_is_the_manifest_and_what_follows_from_it(
+def test_json_has_the_manifest_and_facts_that_follow_from_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make_bundle(tmp_path / "bundle")
@@ -145,10 +145,10 @@ def test_an_encoders_chain_has_a_pooling(tmp_path: Path, capsys: pytest.CaptureF
     assert open_bundle(folder).pooling == "first"
 
 
-def test_a_bundle_of_version_0_2_is_shown_with_the_current_names(
+def test_a_bundle_of_format_3_is_shown_with_the_current_names(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    old = json.loads((Path(__file__).parents[1] / "prge/formats/chain_of_0_2.json").read_text("utf-8"))
+    old = json.loads((Path(__file__).parents[1] / "prge/formats/chain_of_format_3.json").read_text("utf-8"))
     folder = make_bundle(tmp_path / "bundle", Chain.from_json(chain_of_format_3(old)))
     manifest = {**read_manifest(folder), "format": 3, "chain": old}
     manifest.pop("manifest_sha256")

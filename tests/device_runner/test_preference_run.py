@@ -29,14 +29,14 @@ WORDS = ["film", "cat", "good", "bad", "Yes", "No"]
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
-    device = Device(has_back=True)
+    device = Device(has_backward=True)
     device.replaces(monkeypatch, run_verb)
     device.replaces(monkeypatch, evaluate_verb)
     return device
 
 
 def pair(number: int) -> dict[str, Any]:
-    """The second of two words determines which answer is preferred."""
+    """Return a pair, of which the second of two words determines which answer is preferred."""
     first, second = WORDS[number % 3], WORDS[2 + number % 2]
     chosen, rejected = (" Yes film", " No") if number % 2 else (" No", " Yes film")
     return {"prompt": f"{first} {second}", "chosen": chosen, "rejected": rejected}
@@ -78,19 +78,19 @@ def evaluations(out: Path) -> list[dict[str, Any]]:
     return [line for line in lines if line["event"] == "evaluation"]
 
 
-KINDS = [
+CASES = [
     (objective, estimator)
     for objective in ("auto", "ipo", "simpo", "orpo", "kto")
     for estimator in ("exact", "tangent", "antithetic")
 ]
 
 
-@pytest.mark.parametrize(("objective", "estimator"), [KINDS[0], *second_tier(*KINDS[1:])])
-def test_it_learns_what_is_preferred_and_replays(
+@pytest.mark.parametrize(("objective", "estimator"), [CASES[0], *second_tier(*CASES[1:])])
+def test_a_run_learns_preferences_and_replays(
     settings: RunSettings, objective: ObjectiveName, estimator: Any, tmp_path: Path
 ) -> None:
-    how = {"objective": objective, "estimator": estimator, "keep_gradients": estimator == "exact"}
-    run(replace(settings, steps=40, **how))
+    options = {"objective": objective, "estimator": estimator, "keep_gradients": estimator == "exact"}
+    run(replace(settings, steps=40, **options))
     first, *_, last = evaluations(settings.out)
     assert last["loss"] < first["loss"]
     assert last["margin"] > first["margin"]
@@ -101,7 +101,7 @@ def test_it_learns_what_is_preferred_and_replays(
     assert "pairs right" in (tmp_path / "report.html").read_text()
 
 
-def test_killed_and_resumed_it_ends_in_the_same_bits(device: Device, settings: RunSettings) -> None:
+def test_a_killed_and_resumed_run_ends_with_the_same_bits(device: Device, settings: RunSettings) -> None:
     run(settings)
     for kept in (True, False):
         out = settings.out.with_name(f"killed {kept}")
@@ -118,7 +118,7 @@ def test_killed_and_resumed_it_ends_in_the_same_bits(device: Device, settings: R
         assert bits(out) == bits(settings.out)
 
 
-def test_the_reference_is_computed_once_and_again_if_it_is_not_whole(
+def test_the_reference_is_computed_once_and_again_if_it_is_incomplete(
     device: Device, settings: RunSettings, tmp_path: Path
 ) -> None:
     path = settings.out / "reference.json"
@@ -153,7 +153,7 @@ def test_the_reference_is_computed_once_and_again_if_it_is_not_whole(
     assert resumed((tmp_path / "second/reference.json").read_bytes())
 
 
-def test_a_step_after_the_pairs_are_right_is_no_better_one(settings: RunSettings) -> None:
+def test_a_step_after_all_pairs_are_right_is_not_better(settings: RunSettings) -> None:
     run(replace(settings, steps=120, beta=2.0, learning_rate=0.05))
     result = evaluations(settings.out)
     best = max(result, key=lambda each: each["value"])
@@ -194,8 +194,8 @@ def test_ratings_are_learnt_by_kto(settings: RunSettings, tmp_path: Path) -> Non
 
 def test_an_adapter_is_scored_against_the_bundles_own(settings: RunSettings, tmp_path: Path) -> None:
     run(replace(settings, steps=60))
-    words = ["--bundle", settings.bundle, "--data", settings.dev, "--adapter", settings.out, "--json"]
-    assert evaluate_verb.main([*map(str, words), str(tmp_path / "scores.json")]) == 0
+    arguments = ["--bundle", settings.bundle, "--data", settings.dev, "--adapter", settings.out, "--json"]
+    assert evaluate_verb.main([*map(str, arguments), str(tmp_path / "scores.json")]) == 0
     result = json.loads((tmp_path / "scores.json").read_text())
     best = max(evaluations(settings.out), key=lambda each: each["value"])
     for name in ("loss", "pairs_right", "margin", "chosen_change", "rejected_change"):
@@ -205,7 +205,7 @@ def test_an_adapter_is_scored_against_the_bundles_own(settings: RunSettings, tmp
 def test_a_run_resumes_with_its_objective_alone(settings: RunSettings) -> None:
     run(replace(settings, steps=4))
     for name, value in (("objective", "ipo"), ("beta", 0.5)):
-        with raises(ConfigError, "settings-changed", saying=name):
+        with raises(ConfigError, "settings-changed", containing=name):
             run(replace(settings, steps=4, resume=settings.out, **{name: value}))
 
 
@@ -227,7 +227,7 @@ def test_a_run_of_an_earlier_version_resumes(settings: RunSettings) -> None:
         for record in records:
             journal.append(record)
     run(replace(texts, steps=4, resume=settings.out))
-    with raises(ConfigError, "settings-changed", saying="objective"):
+    with raises(ConfigError, "settings-changed", containing="objective"):
         run(replace(texts, steps=4, resume=settings.out, objective="completion"))
 
 
@@ -246,19 +246,19 @@ def test_a_run_of_an_earlier_version_resumes(settings: RunSettings) -> None:
         ),
     ],
 )
-def test_settings_that_have_no_meaning(
+def test_settings_without_a_meaning_are_refused(
     settings: RunSettings, changed: dict[str, Any], code: str, value: str
 ) -> None:
-    with raises(ConfigError, code, saying=value):
+    with raises(ConfigError, code, containing=value):
         run(replace(settings, **changed))
     assert not (settings.out / "journal.jsonl").exists()
 
 
 def test_the_development_rows_are_of_the_same_type(settings: RunSettings, tmp_path: Path) -> None:
     dev = write_rows(tmp_path / "d.jsonl", [rating(number) for number in range(4)])
-    with raises(DataError, "objective-does-not-fit", saying="dpo"):
+    with raises(DataError, "objective-does-not-fit", containing="dpo"):
         run(replace(settings, dev=dev))
-    with raises(ConfigError, "candidates-missing", saying="--sample-rows"):
+    with raises(ConfigError, "candidates-missing", containing="--sample-rows"):
         run(replace(settings, sample_rows=2))
 
 

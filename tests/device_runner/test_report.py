@@ -40,7 +40,7 @@ def edit(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps(content))
 
 
-def test_it_begins_with_what_came_out(tmp_path: Path) -> None:
+def test_a_report_begins_with_the_result(tmp_path: Path) -> None:
     text = report(write_run(tmp_path / "first"))
     page = Page(text)
     assert page.headings[0] == "Run first"
@@ -56,7 +56,7 @@ def test_it_begins_with_what_came_out(tmp_path: Path) -> None:
     ]
 
 
-def test_it_shows_samples_costs_data_and_settings(tmp_path: Path) -> None:
+def test_a_report_shows_samples_costs_data_and_settings(tmp_path: Path) -> None:
     text = report(write_run(tmp_path / "run"))
     page = Page(text)
     assert text.index(" upon a time 0<") < text.index(" upon a time 20<")
@@ -79,7 +79,7 @@ def test_it_shows_samples_costs_data_and_settings(tmp_path: Path) -> None:
     assert "seed" not in changed
 
 
-def test_the_commands_that_come_next_are_for_this_run(tmp_path: Path) -> None:
+def test_the_next_commands_are_for_this_run(tmp_path: Path) -> None:
     run = write_run(tmp_path / "my run")
     text = report(run)
     # Its bundle is on another machine.
@@ -89,7 +89,7 @@ def test_the_commands_that_come_next_are_for_this_run(tmp_path: Path) -> None:
     assert "prge generate" not in report(run)
 
 
-def test_curves_are_drawn_inside_the_page(tmp_path: Path) -> None:
+def test_the_page_contains_its_curves_as_svg(tmp_path: Path) -> None:
     text = report(write_run(tmp_path / "run"))
     assert text.count("<svg ") == 2
     assert "perplexity against steps" in text and "accuracy" not in text
@@ -117,14 +117,14 @@ def test_a_run_without_a_result_has_a_report_too(tmp_path: Path, ending: str) ->
     assert "prge publish" not in text
 
 
-def test_a_run_that_goes_on_is_reported_as_resumed(tmp_path: Path) -> None:
+def test_a_resumed_run_is_reported_as_resumed(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", "running", steps=30)
     with run_lock(run):
         text = report(run)
     assert "It is running. 30 of 40 steps" in text and "--resume" not in text
 
 
-def test_decisions_are_reported_where_somebody_made_them(tmp_path: Path) -> None:
+def test_decisions_of_a_tuning_are_reported(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     assert "What was chosen" not in report(run)
     decisions = [{"name": "learning rate", "value": 0.003, "why": "best of 4"}, "no decision"]
@@ -144,7 +144,7 @@ def test_an_estimator_that_was_changed_during_the_run_is_reported_too(tmp_path: 
     assert text.index("Tangents: forward passes only") < text.index("Exact gradients: ")
 
 
-def test_texts_of_strangers_stay_texts(tmp_path: Path) -> None:
+def test_untrusted_texts_are_escaped(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run <b>", data={"train": {"notes": {EVIL: 1}}}, rows=EVIL)
     edit(run / "run.json", run={"model": {"name_or_path": EVIL}, "status": EVIL}, meta={"platform": EVIL})
     with (run / "samples.jsonl").open("a") as stream:
@@ -159,7 +159,9 @@ def test_texts_of_strangers_stay_texts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["run.json", "config.yaml", "tune.json"])
 @pytest.mark.parametrize("content", ["", "[1]", "{", '{"run": 3, "train": [], "decisions": 7}', "\xff"])
-def test_a_damaged_file_takes_nothing_but_itself_along(tmp_path: Path, name: str, content: str) -> None:
+def test_a_damaged_file_only_removes_its_own_part_of_the_report(
+    tmp_path: Path, name: str, content: str
+) -> None:
     run = write_run(tmp_path / "run")
     (run / name).write_text(content, encoding="latin-1")
     assert "60 before, 41.5 at best" in report(run)
@@ -177,7 +179,7 @@ def test_several_runs_are_compared_and_then_described_one_by_one(tmp_path: Path)
         assert f"training loss against {axis}" in text and f"perplexity against {axis}" in text
 
 
-def test_curves_alone_are_a_picture(tmp_path: Path) -> None:
+def test_curves_are_written_as_a_picture(tmp_path: Path) -> None:
     out = tmp_path / "curves.svg"
     assert main([str(write_run(tmp_path / name)) for name in ("a", "b")] + ["--out", str(out)]) == 0
     tree = ElementTree.parse(out).getroot()
@@ -213,13 +215,13 @@ def test_sparse_records(tmp_path: Path, records: list[dict[str, Any]]) -> None:
         run.mkdir()
         (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in content))
     assert "<svg " in report(*runs)
-    with raises(RunError, "nothing-measured", saying=str(runs[1])):
+    with raises(RunError, "nothing-measured", containing=str(runs[1])):
         main([str(runs[1]), "--out", str(tmp_path / "curves.svg")])
 
 
-def test_a_page_that_can_not_be_written(tmp_path: Path) -> None:
+def test_a_page_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with raises(RunError, "write-failed", saying=str(tmp_path / "file")):
+    with raises(RunError, "write-failed", containing=str(tmp_path / "file")):
         main([str(write_run(tmp_path / "run")), "--out", str(tmp_path / "file" / "report.html")])
 
 
@@ -234,7 +236,7 @@ def test_neither_the_page_nor_a_table_scrolls_sideways(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_not_a_run_is_refused(tmp_path: Path) -> None:
-    with raises(RunError, "not-a-run", saying=str(tmp_path)):
+    with raises(RunError, "not-a-run", containing=str(tmp_path)):
         main([str(tmp_path)])
-    with raises(ConfigError, "settings-unusable", saying="report.pdf"):
+    with raises(ConfigError, "settings-unusable", containing="report.pdf"):
         main([str(tmp_path), "--out", "report.pdf"])

@@ -40,14 +40,14 @@ def test_rows_are_removed_by_a_text_or_their_numbers(path: Path, capsys: pytest.
     assert path.read_bytes() == b"" and path.stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.parametrize("words", [[], ["--match", ""], ["--match", "a", "--row", "1"]])
-def test_it_must_be_clear_which_rows(path: Path, words: list[str]) -> None:
+@pytest.mark.parametrize("arguments", [[], ["--match", ""], ["--match", "a", "--row", "1"]])
+def test_rows_to_remove_must_be_selected_unambiguously(path: Path, arguments: list[str]) -> None:
     before = path.read_bytes()
-    assert main(["rows", "forget", str(path), *words]) == 2
+    assert main(["rows", "forget", str(path), *arguments]) == 2
     assert path.read_bytes() == before
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     for action in ("show", "forget"):
         assert main(["rows", action, str(tmp_path / "none.jsonl"), "--match", "a"]) == 2
     assert not list(tmp_path.iterdir())

@@ -87,7 +87,7 @@ def _run_to_its_end(
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_it_learns_and_its_journal_makes_the_same_bits_again(
+def test_a_run_learns_and_its_journal_replays_to_the_same_bits(
     device: Device, settings: RunSettings, shared: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(replace(settings, steps=60, share_directions=shared))
@@ -98,7 +98,7 @@ def test_it_learns_and_its_journal_makes_the_same_bits_again(
     assert "the same bits" in capsys.readouterr().out
 
 
-def test_it_reports_its_choices_for_rows_before_and_after_and_what_is_right(
+def test_a_run_reports_its_choices_before_and_after_next_to_the_right_ones(
     device: Device, settings: RunSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device.replaces(monkeypatch, evaluate_verb)
@@ -114,16 +114,20 @@ def test_it_reports_its_choices_for_rows_before_and_after_and_what_is_right(
         assert [each["right"] for each in samples] == [("No", "Yes")[row["label"]] for row in rows[:3]]
         assert all(each["text"] in ("No", "Yes") for each in samples)
     # The same scores as an evaluation of the same adapter.
-    told = tmp_path / "told.jsonl"
-    words = ["--bundle", settings.bundle, "--adapter", settings.out, "--data", settings.dev, "--task", task]
-    assert evaluate_verb.main([*map(str, words), "--limit", "3", "--predictions", str(told)]) == 0
-    assert [each["text"].strip() for each in _json_lines(told)] == [each["text"] for each in summary["after"]]
+    predictions = tmp_path / "predictions.jsonl"
+    arguments = [
+        "--bundle", settings.bundle, "--adapter", settings.out, "--data", settings.dev, "--task", task,
+    ]  # fmt: skip
+    assert evaluate_verb.main([*map(str, arguments), "--limit", "3", "--predictions", str(predictions)]) == 0
+    assert [each["text"].strip() for each in _json_lines(predictions)] == [
+        each["text"] for each in summary["after"]
+    ]
     assert report([str(settings.out), "--out", str(tmp_path / "report.html")]) == 0
-    assert "Right:" in (tmp_path / "report.html").read_text()
+    assert "Reference:" in (tmp_path / "report.html").read_text()
 
 
 def test_samples_of_rows_without_candidates_are_refused(settings: RunSettings) -> None:
-    with raises(ConfigError, "candidates-missing", saying="--sample-rows"):
+    with raises(ConfigError, "candidates-missing", containing="--sample-rows"):
         run(replace(settings, dev=None, select="metric", eval_steps=0, sample_rows=3))
 
 
@@ -139,7 +143,7 @@ def test_the_journal_has_resolved_settings(settings: RunSettings) -> None:
     assert (stored.estimator, stored.queries) == ("tangent", QUERIES)
 
 
-def test_metrics_count_rows_and_tell_the_largest_tangent(settings: RunSettings) -> None:
+def test_metrics_count_rows_and_report_the_largest_tangent(settings: RunSettings) -> None:
     run(settings)
     steps = [r for r in _json_lines(settings.out / "metrics.jsonl") if r["event"] == "step"]
     assert [r["forward_passes"] for r in steps] == [n * EXAMPLES * (1 + QUERIES) for n in range(1, STEPS + 1)]
@@ -153,7 +157,7 @@ def _best_loss(settings: RunSettings) -> dict[str, Any]:
     return min(evaluations, key=lambda record: float(record["loss"]))
 
 
-def test_it_ends_with_scores_before_and_after_and_what_to_type_next(
+def test_a_run_ends_with_scores_before_and_after_and_the_next_commands(
     settings: RunSettings, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(replace(settings, quiet=False))
@@ -172,7 +176,7 @@ def test_it_ends_with_scores_before_and_after_and_what_to_type_next(
 
 @pytest.mark.parametrize("position", ["config.yaml", "journal.jsonl"])
 def test_a_run_of_an_earlier_version_is_refused(settings: RunSettings, position: str) -> None:
-    """Its unsigned config.yaml or its journal has settings that this version lacks."""
+    """The run's unsigned config.yaml or its journal has settings that this version lacks."""
     run(settings)
     path = settings.out / position
     if position == "config.yaml":
@@ -183,15 +187,17 @@ def test_a_run_of_an_earlier_version_is_refused(settings: RunSettings, position:
         record["settings"]["guided"] = True
         path.write_bytes(b"".join([_signed(record).encode(), *rest]))
     before = {each: each.read_bytes() for each in settings.out.rglob("*") if each.is_file()}
-    words = ["--resume", str(settings.out), "--bundle", str(settings.bundle), "--train", str(settings.train)]
-    words += ["--dev", str(settings.dev), *(["--task", settings.task] if settings.task else [])]
-    with raises(ConfigError, "settings-unusable", "run-of-other-version", saying="guided"):
-        run_verb.main(words)
+    arguments = [
+        "--resume", str(settings.out), "--bundle", str(settings.bundle), "--train", str(settings.train),
+    ]  # fmt: skip
+    arguments += ["--dev", str(settings.dev), *(["--task", settings.task] if settings.task else [])]
+    with raises(ConfigError, "settings-unusable", "run-of-other-version", containing="guided"):
+        run_verb.main(arguments)
     assert {each: each.read_bytes() for each in settings.out.rglob("*") if each.is_file()} == before
 
 
-def test_a_strangers_run_reads_no_file_of_mine(settings: RunSettings, tmp_path: Path) -> None:
-    """Its settings name rows of this machine; once its user has named them, it continues like others."""
+def test_a_foreign_run_reads_no_local_file(settings: RunSettings, tmp_path: Path) -> None:
+    """The run's settings name rows of this machine; once the user has named the rows, the run continues."""
     private = tmp_path / "home/private.jsonl"
     private.parent.mkdir()
     shutil.copy(settings.train[0] if isinstance(settings.train, tuple) else settings.train, private)
@@ -226,11 +232,11 @@ def test_a_link_out_of_a_run_that_is_resumed_is_refused(settings: RunSettings, t
     run(settings)
     (tmp_path / "elsewhere").mkdir()
     (settings.out / "checkpoints/step-999999").symlink_to(tmp_path / "elsewhere")
-    with raises(RunError, "link-outside", saying="step-999999"):
+    with raises(RunError, "link-outside", containing="step-999999"):
         run_verb.main(["--resume", str(settings.out)])
 
 
-def test_the_score_before_costs_one_evaluation_and_a_resumed_run_keeps_it(
+def test_the_score_before_training_costs_one_evaluation_which_a_resumed_run_keeps(
     device: Device, settings: RunSettings, capsys: pytest.CaptureFixture[str]
 ) -> None:
     calls = []
@@ -255,7 +261,7 @@ def _journal(settings: RunSettings) -> list[dict[str, Any]]:
         return journal.records
 
 
-def test_its_summary_describes_the_rows_and_of_the_result(settings: RunSettings) -> None:
+def test_the_summary_describes_the_rows_and_the_result(settings: RunSettings) -> None:
     run(settings)
     summary = json.loads((settings.out / "run.json").read_text())
     data = summary["train"]["data"]
@@ -266,7 +272,7 @@ def test_its_summary_describes_the_rows_and_of_the_result(settings: RunSettings)
     assert summary["run"]["estimators"] == [{"since": 0, "estimator": "tangent"}]
 
 
-def test_a_report_of_it_is_written_however_it_ended(
+def test_a_report_is_written_however_a_run_ended(
     device: Device, settings: RunSettings, tmp_path: Path
 ) -> None:
     device.calls_left = 10
@@ -283,7 +289,7 @@ def test_a_report_of_it_is_written_however_it_ended(
 
 
 @pytest.mark.parametrize("save_steps", [0, 5])
-def test_killed_after_any_calls_and_resumed_it_leaves_the_same_bits_and_counts(
+def test_a_run_killed_after_any_calls_resumes_with_the_same_bits_and_counts(
     device: Device, settings: RunSettings, save_steps: int, tmp_path: Path
 ) -> None:
     settings = replace(settings, save_steps=save_steps, eval_steps=3)
@@ -291,7 +297,7 @@ def test_killed_after_any_calls_and_resumed_it_leaves_the_same_bits_and_counts(
     killed = replace(settings, out=tmp_path / "killed")
 
     def lose_a_line() -> None:
-        """As if the process had ended between the journal and the metrics."""
+        """Drop the last line of the metrics, as a kill between the journal and the metrics does."""
         metrics = killed.out / "metrics.jsonl"
         metrics.write_bytes(b"".join(metrics.read_bytes().splitlines(keepends=True)[:-1]))
 
@@ -319,7 +325,7 @@ def _signed(record: dict[str, Any]) -> str:
     return f'{{"crc32":"{zlib.crc32(content.encode()):08x}","record":{content}}}\n'
 
 
-LIES: list[tuple[str, dict[str, Any]]] = [
+IMPOSSIBLE_CHANGES: list[tuple[str, dict[str, Any]]] = [
     ("start", {"settings": []}),
     ("start", {"bundle": None}),
     ("step", {"projected_gradients": []}),
@@ -335,28 +341,28 @@ LIES: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(
-    ("device", "kind", "changes"),
+    ("device", "record_type", "changes"),
     [
-        (is_encoder, kind, changes)
-        for kind, changes in LIES
+        (is_encoder, record_type, changes)
+        for record_type, changes in IMPOSSIBLE_CHANGES
         for is_encoder in (False, True)
-        if is_encoder or kind != "head"
+        if is_encoder or record_type != "head"
     ],
     indirect=["device"],
 )
 @pytest.mark.timeout(20)
 def test_a_journal_with_impossible_records_is_an_error(
-    settings: RunSettings, kind: str, changes: dict[str, Any], tmp_path: Path
+    settings: RunSettings, record_type: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     run(settings)
     shutil.rmtree(settings.out / "checkpoints")
     records = [line["record"] for line in _json_lines(settings.out / "journal.jsonl")]
-    number = next(n for n, record in enumerate(records) if record["type"] == kind)
+    number = next(n for n, record in enumerate(records) if record["type"] == record_type)
     records[number] = json.loads(json.dumps({**records[number], **changes}))
     (settings.out / "journal.jsonl").write_text("".join(map(_signed, records)))
     with raises(PrgeError, "journal-damaged", "settings-changed"):
         run(replace(settings, resume=settings.out))
-    if kind != "start":
+    if record_type != "start":
         with raises(RunError, "journal-damaged"):
             replay([str(settings.out), "--out", str(tmp_path / "replayed")])
 
@@ -389,8 +395,8 @@ def test_a_folder_whose_name_begins_with_a_dash_is_resumed(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     run(replace(settings, out=Path("-x")))
-    for words in (["--resume", "./-x"], ["--resume=-x"]):
-        stored = parse_settings(RunSettings, words, "prge run")
+    for arguments in (["--resume", "./-x"], ["--resume=-x"]):
+        stored = parse_settings(RunSettings, arguments, "prge run")
         assert (stored.out, stored.steps) == (Path("-x"), STEPS)
         run(stored)
 
@@ -404,7 +410,7 @@ def test_on_request_a_run_continues_with_another_estimator(
         run(settings)
     device.calls_left = 10**9
     changed = replace(settings, resume=settings.out, share_directions=True, learning_rate=0.01)
-    with raises(ConfigError, "settings-changed", saying="learning_rate") as caught:
+    with raises(ConfigError, "settings-changed", containing="learning_rate") as caught:
         run(changed)
     assert "share_directions" in str(caught.value)
     assert "--change-estimator" in str(caught.value.remedy)
@@ -427,7 +433,7 @@ def test_on_request_a_run_continues_with_another_estimator(
 
 def test_with_another_estimator_everything_else_stays(settings: RunSettings) -> None:
     run(settings)
-    with raises(ConfigError, "settings-changed", saying="seed") as caught:
+    with raises(ConfigError, "settings-changed", containing="seed") as caught:
         run(replace(settings, resume=settings.out, share_directions=True, seed=7, change_estimator=True))
     assert "share_directions" not in str(caught.value)
 
@@ -435,7 +441,7 @@ def test_with_another_estimator_everything_else_stays(settings: RunSettings) -> 
 def test_epochs_are_steps_and_a_resumed_run_has_the_same_bits(
     device: Device, settings: RunSettings, tmp_path: Path
 ) -> None:
-    """40 rows, 8 per step: one and a half epochs are 8 steps."""
+    """With 40 rows and 8 rows per step, one and a half epochs are 8 steps."""
     run(replace(settings, steps=8))
     epochs = replace(settings, steps=RunSettings.steps, epochs=1.5, out=tmp_path / "epochs")
     device.calls_left = 6
@@ -444,15 +450,15 @@ def test_epochs_are_steps_and_a_resumed_run_has_the_same_bits(
     device.calls_left = None
     stored = parse_settings(RunSettings, ["--resume", str(epochs.out)], "prge run")
     assert (stored.steps, stored.epochs) == (8, None)
-    with raises(ConfigError, "settings-changed", saying="steps"):
+    with raises(ConfigError, "settings-changed", containing="steps"):
         run(replace(stored, epochs=2.0))
     run(replace(stored, epochs=1.5))
     assert bits(epochs.out) == bits(settings.out)
     assert "1.5 epochs: 8 steps" in (epochs.out / "log.txt").read_text()
 
 
-def test_steps_that_epochs_come_to_fit_the_other_settings(settings: RunSettings) -> None:
-    with raises(ConfigError, "settings-unusable", saying="--warmup-steps"):
+def test_steps_computed_from_epochs_must_fit_the_other_settings(settings: RunSettings) -> None:
+    with raises(ConfigError, "settings-unusable", containing="--warmup-steps"):
         run(replace(settings, steps=RunSettings.steps, epochs=1.0, warmup_steps=9))
     assert not (settings.out / "journal.jsonl").exists()
 
@@ -461,20 +467,20 @@ def test_a_run_reports_which_columns_it_read(settings: RunSettings, tmp_path: Pa
     for name in ("train", "dev"):
         path = tmp_path / f"{name}.jsonl"
         path.write_text(path.read_text().replace('"text"', '"review"'))
-    with raises(DataError, "form-unknown", "column-missing", saying="review, label"):
+    with raises(DataError, "form-unknown", "column-missing", containing="review, label"):
         run(settings)
     run(replace(settings, columns=["text=review"]))
     log = (settings.out / "log.txt").read_text()
     assert log.count("columns: text from review") == 2
 
 
-def test_scores_of_cut_rows_say_so(
+def test_scores_of_cut_rows_are_marked(
     device: Device, settings: RunSettings, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With the score: in the log, in metrics.jsonl, and in both forms of `prge eval`."""
+    """The note stands next to the score in the log, in metrics.jsonl, and in both forms of `prge eval`."""
     assert settings.dev is not None
-    asked, rest = ("text", {"label": 1}) if device.encoder else ("prompt", {"completion": " bad"})
-    short, long = {asked: "good film", **rest}, {asked: "good film " * 20, **rest}
+    text_field, rest = ("text", {"label": 1}) if device.encoder else ("prompt", {"completion": " bad"})
+    short, long = {text_field: "good film", **rest}, {text_field: "good film " * 20, **rest}
     settings.train.write_text(f"{json.dumps(short)}\n{json.dumps(short)}\n" * 4)
     if device.encoder:
         settings.train.write_text(f"{json.dumps(short)}\n{json.dumps({**short, 'label': 0})}\n" * 4)
@@ -485,10 +491,10 @@ def test_scores_of_cut_rows_say_so(
     assert {r["cut_examples"] for r in evaluations} == {1}
     assert "cut examples 1" in (settings.out / "log.txt").read_text()
     device.replaces(monkeypatch, evaluate_verb)
-    words = [f"--bundle={settings.bundle}", f"--data={settings.dev}", f"--adapter={settings.out}"]
-    words += [f"--task={settings.task}"] if settings.task else []
+    arguments = [f"--bundle={settings.bundle}", f"--data={settings.dev}", f"--adapter={settings.out}"]
+    arguments += [f"--task={settings.task}"] if settings.task else []
     capsys.readouterr()
-    assert evaluate_verb.main([*words, f"--json={settings.out / 'eval.json'}"]) == 0
+    assert evaluate_verb.main([*arguments, f"--json={settings.out / 'eval.json'}"]) == 0
     assert "1 of 2 examples were truncated: these figures are not for whole rows" in capsys.readouterr().out
     assert json.loads((settings.out / "eval.json").read_text())["cut_examples"] == 1
 
@@ -516,10 +522,10 @@ def test_a_run_isnt_resumed_with_another_chat_template(settings: RunSettings, tm
     run(chat)
     run(replace(chat, resume=chat.out))
     _list_template(settings.bundle, "{% for m in messages %}{{ m.content }}#{% endfor %}")
-    with raises(ConfigError, "settings-changed", saying="bundle"):
+    with raises(ConfigError, "settings-changed", containing="bundle"):
         run(replace(chat, resume=chat.out))
     (settings.bundle / "tokenizer/chat_template.jinja").write_text("{{ messages }}")
-    with raises(BundleError, "bundle-file-size", saying="chat_template.jinja"):
+    with raises(BundleError, "bundle-file-size", containing="chat_template.jinja"):
         run(replace(chat, resume=chat.out))
 
 
@@ -536,14 +542,14 @@ def _today(monkeypatch: pytest.MonkeyPatch, day: str) -> None:
 
 
 @pytest.mark.parametrize("device", [False], indirect=True, ids=["decoder"])
-def test_a_run_keeps_the_day_that_it_began_on(
+def test_a_resumed_run_keeps_the_date_of_its_start(
     device: Device,
     settings: RunSettings,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The chat template writes the date: resumed on another day, the run has the same tokens."""
+    """The chat template writes the date; a run that is resumed on another day has the same tokens."""
     device.replaces(monkeypatch, evaluate_verb)
     _list_template(
         settings.bundle, "{% for m in messages %}{{ m.content }}{{ strftime_now(' %d') }}|{% endfor %}"
@@ -563,13 +569,13 @@ def test_a_run_keeps_the_day_that_it_began_on(
     run(parse_settings(RunSettings, ["--resume", str(killed.out)], "prge run"))
     assert bits(killed.out) == bits(chat.out)
     assert "date: '2026-11-27'" in (chat.out / "config.yaml").read_text()
-    with raises(ConfigError, "settings-changed", saying="2026-12-03"):
+    with raises(ConfigError, "settings-changed", containing="2026-12-03"):
         run(replace(killed, resume=killed.out, date="2026-12-03"))
-    words = [f"--bundle={settings.bundle}", f"--data={chat.dev}", f"--adapter={chat.out}"]
+    arguments = [f"--bundle={settings.bundle}", f"--data={chat.dev}", f"--adapter={chat.out}"]
     losses = {}
-    for given in ("", "--date=2026-11-27", "--date=2026-12-03"):
-        evaluate_verb.main([*words, f"--json={tmp_path / 'eval.json'}", *filter(None, [given])])
-        losses[given] = json.loads((tmp_path / "eval.json").read_text())["loss"]
+    for date_flag in ("", "--date=2026-11-27", "--date=2026-12-03"):
+        evaluate_verb.main([*arguments, f"--json={tmp_path / 'eval.json'}", *filter(None, [date_flag])])
+        losses[date_flag] = json.loads((tmp_path / "eval.json").read_text())["loss"]
     assert losses[""] == losses["--date=2026-11-27"] != losses["--date=2026-12-03"]
     other = replace(chat, out=tmp_path / "other")
     run(other)
@@ -582,17 +588,17 @@ def test_a_run_isnt_resumed_with_another_task_or_rows(settings: RunSettings) -> 
     path = Path(str(settings.task))
     path.write_text(path.read_text().replace('"{text}"', '"{text}!"'))
     other = replace(settings, resume=settings.out, train=settings.dev, steps=99)
-    with raises(ConfigError, "settings-changed", saying="task") as caught:
+    with raises(ConfigError, "settings-changed", containing="task") as caught:
         run(other)
     assert all(part in str(caught.value) for part in ("train", "steps", "99"))
 
 
-def test_one_process_holds_its_folder(settings: RunSettings) -> None:
-    with run_lock(settings.out), raises(RunError, "run-in-use", saying=str(os.getpid())):
+def test_one_process_holds_a_run_folder(settings: RunSettings) -> None:
+    with run_lock(settings.out), raises(RunError, "run-in-use", containing=str(os.getpid())):
         run(settings)
 
 
-def test_evaluation_reports_what_the_run_did(
+def test_an_evaluation_has_the_scores_of_the_run(
     device: Device, settings: RunSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(settings)
@@ -611,7 +617,7 @@ def test_evaluation_reports_what_the_run_did(
 @pytest.fixture
 def exact(device: Device, settings: RunSettings, tmp_path: Path) -> RunSettings:
     """Return settings of a short run of a bundle with the role backward."""
-    device.has_back = True
+    device.has_backward = True
     bundle = device.write_bundle(tmp_path / "exact")
     return replace(settings, bundle=bundle, estimator="exact", save_steps=100)
 
@@ -620,7 +626,7 @@ def exact(device: Device, settings: RunSettings, tmp_path: Path) -> RunSettings:
 def test_a_journal_of_ten_thousand_exact_steps_is_below_three_checkpoints(
     exact: RunSettings, monkeypatch: pytest.MonkeyPatch, every: int, kept: int
 ) -> None:
-    """Even below two: extrapolated from records here to Qwen2.5-3B with rank 16 on queries and values."""
+    """The size is extrapolated from these records to Qwen2.5-3B with rank 16 on queries and values."""
     append, counts = Journal.append, []
 
     def counted(journal: Journal, record: dict[str, Any]) -> dict[str, Any]:
@@ -674,7 +680,7 @@ def test_a_gradient_that_is_not_finite_is_no_step(
     assert bits(exact.out) == bits(tmp_path / "whole")
 
 
-def test_a_run_that_no_engine_can_be_had_for_has_not_begun(
+def test_a_run_without_a_working_engine_does_not_begin(
     settings: RunSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once the problem is fixed, the same command starts it."""
@@ -712,7 +718,7 @@ def test_a_run_that_is_refused_leaves_nothing(settings: RunSettings, tmp_path: P
 def test_decay_and_normalisation_are_part_of_a_run(
     device: Device, settings: RunSettings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Killed and resumed, or replayed, it has the same bits; with other values it can't be resumed."""
+    """A killed or replayed run has the same bits; with other values the run can't be resumed."""
     changes: dict[str, Any] = {"weight_decay": 0.1}
     if not device.encoder:
         changes["loss_normalisation"] = "token"
@@ -726,13 +732,13 @@ def test_decay_and_normalisation_are_part_of_a_run(
     assert replay([str(settings.out), "--out", str(tmp_path / "replayed")]) == 0
     assert "the same bits" in capsys.readouterr().out
     for name in changes:
-        with raises(ConfigError, "settings-changed", saying=name):
+        with raises(ConfigError, "settings-changed", containing=name):
             run(replace(changed, resume=settings.out, **{name: getattr(settings, name)}))
 
 
 def test_the_normalisation_by_tokens_is_for_completions(device: Device, settings: RunSettings) -> None:
-    if device.encoder:  # it compares classes
-        with raises(ConfigError, "setting-of-other-objective", saying="--loss-normalisation"):
+    if device.encoder:  # a loss over classes has no tokens
+        with raises(ConfigError, "setting-of-other-objective", containing="--loss-normalisation"):
             run(replace(settings, loss_normalisation="token"))
 
 
@@ -757,5 +763,5 @@ def test_a_run_whose_steps_had_other_examples_is_not_resumed(settings: RunSettin
         if record["type"] == "step":
             record["rows"] = record["rows"][:2]
     write()
-    with raises(ConfigError, "batch-of-other-version", saying=str(EXAMPLES)):
+    with raises(ConfigError, "batch-of-other-version", containing=str(EXAMPLES)):
         run(replace(settings, resume=settings.out))

@@ -1,4 +1,4 @@
-"""`prge watch`: what it refuses before it listens, and when it opens a browser."""
+"""`prge watch`: refusals before the server listens, and when a browser is opened."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from prge.errors import ConfigError, RunError
 from tests.refusals import raises
 
 
-def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with raises(ConfigError, "api-key-in-command", saying="--api-key"):
+def test_unusable_arguments_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with raises(ConfigError, "api-key-in-command", containing="--api-key"):
         watch.main([str(tmp_path), "--api-key=secret"])
-    with raises(ConfigError, "settings-unusable", saying="70000"):
+    with raises(ConfigError, "settings-unusable", containing="70000"):
         watch.main([str(tmp_path), "--port", "70000"])
-    with raises(RunError, "folder-missing", saying=str(tmp_path / "none")):
+    with raises(RunError, "folder-missing", containing=str(tmp_path / "none")):
         watch.main([str(tmp_path / "none"), "--no-open"])
     (tmp_path / "file").touch()
-    with raises(RunError, "folder-missing", saying=str(tmp_path / "file")):
+    with raises(RunError, "folder-missing", containing=str(tmp_path / "file")):
         watch.main([str(tmp_path / "file")])
-    with raises(ConfigError, "settings-unusable", saying="--host"):
+    with raises(ConfigError, "settings-unusable", containing="--host"):
         watch.main([str(tmp_path), "--host", "0.0.0.0", "--no-open"])
 
 
@@ -37,7 +37,7 @@ class Listening:
         self.begun()
 
 
-def test_a_browser_is_opened_where_it_has_a_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_browser_is_opened_if_there_is_a_display(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.platform", "linux")
     for name in ("DISPLAY", "WAYLAND_DISPLAY"):
         monkeypatch.delenv(name, raising=False)

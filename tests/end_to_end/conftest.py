@@ -10,8 +10,8 @@ from tests.verbs import prge
 
 
 @pytest.fixture
-def run_words(workshop: Path, tmp_path: Path) -> list[object]:
-    """Arguments of a short `prge run` into `tmp_path / "run"`."""
+def run_arguments(workshop: Path, tmp_path: Path) -> list[object]:
+    """Return arguments of a short `prge run` into `tmp_path / "run"`."""
     return [
         "--bundle", workshop / "bundle", "--train", workshop / "train.jsonl", "--dev", workshop / "dev.jsonl",
         "--task", workshop / "task.yaml", "--out", tmp_path / "run", "--steps", 12, "--eval-steps", 4,
@@ -19,8 +19,8 @@ def run_words(workshop: Path, tmp_path: Path) -> list[object]:
     ]  # fmt: skip
 
 
-def tune_words(workshop: Path, out: Path) -> list[object]:
-    """Arguments of a short `prge tune` with a search."""
+def tune_arguments(workshop: Path, out: Path) -> list[object]:
+    """Return arguments of a short `prge tune` with a search."""
     return [
         "tune", "--bundle", workshop / "bundle", "--data", workshop / "train.jsonl",
         "--dev", workshop / "dev.jsonl", "--task", workshop / "task.yaml", "--out", out,
@@ -30,7 +30,7 @@ def tune_words(workshop: Path, out: Path) -> list[object]:
 
 @pytest.fixture(scope="session")
 def tuned(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of an uninterrupted tuning, with its `tune-result.json` next to it."""
+    """Return the folder of an uninterrupted tuning, with its `tune-result.json` next to it."""
     out = tmp_path_factory.mktemp("tuned") / "letters"
-    prge(*tune_words(workshop, out), "--json", out.parent / "tune-result.json")
+    prge(*tune_arguments(workshop, out), "--json", out.parent / "tune-result.json")
     return out

@@ -22,7 +22,7 @@ TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 
 @pytest.fixture(scope="module")
 def run(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that learns to write the next two words after a word, with samples during training."""
+    """Return a run that learns to write the next two words after a word, with samples during training."""
     folder = tmp_path_factory.mktemp("answers")
     words = ["aa", "bb", "cc", "dd"]
     rows = [{"q": f"{one} ?", "answers": [f"{words[i - 3]} {words[i - 2]}"]} for i, one in enumerate(words)]
@@ -41,21 +41,24 @@ def run(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def evaluation(workshop: Path, run: Path, *words: object) -> dict[str, Any]:
+def evaluation(workshop: Path, run: Path, *arguments: object) -> dict[str, Any]:
     folder = run.parent
     prge(
         "eval", "--bundle", workshop / "bundle", "--data", folder / "rows.jsonl", "--task",
-        folder / "task.yaml", "--json", folder / "eval.json", "--predictions", folder / "found.jsonl", *words,
+        folder / "task.yaml", "--json", folder / "eval.json", "--predictions", folder / "predictions.jsonl",
+        *arguments,
     )  # fmt: skip
     result: dict[str, Any] = json.loads((folder / "eval.json").read_text())
     return result
 
 
-def test_what_was_learnt_is_what_the_model_writes(workshop: Path, run: Path) -> None:
+def test_the_model_writes_the_learnt_answers(workshop: Path, run: Path) -> None:
     before, after = evaluation(workshop, run), evaluation(workshop, run, "--adapter", run)
     assert before["exact_match"] < 0.5 < 0.9 < after["exact_match"] <= after["f1"] <= 1
     rows = [json.loads(line) for line in (run.parent / "rows.jsonl").read_text().splitlines()]
-    result = [json.loads(line)["text"] for line in (run.parent / "found.jsonl").read_text().splitlines()]
+    result = [
+        json.loads(line)["text"] for line in (run.parent / "predictions.jsonl").read_text().splitlines()
+    ]
     for name, measure in (("exact_match", exact_match), ("f1", token_f1)):
         values = [measure(text, row["answers"]) for text, row in zip(result, rows, strict=True)]
         assert after[name] == pytest.approx(sum(values) / len(values))
@@ -65,12 +68,12 @@ def test_another_metric_of_texts(workshop: Path, run: Path, tmp_path: Path) -> N
     task = (run.parent / "task.yaml").read_text().replace("f1_answer", "rouge_l")
     (tmp_path / "task.yaml").write_text(task)
     result = evaluation(workshop, run, "--adapter", run, "--task", tmp_path / "task.yaml", "--limit", 1)
-    text = json.loads((run.parent / "found.jsonl").read_text())["text"]
+    text = json.loads((run.parent / "predictions.jsonl").read_text())["text"]
     assert result["rouge_l"] == pytest.approx(rouge_l(text, ["bb cc"]))
     assert "f1" not in result and result["examples"] == 1
 
 
-def test_samples_of_a_run(workshop: Path, run: Path) -> None:
+def test_a_run_writes_samples(workshop: Path, run: Path) -> None:
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
     steps = [(each["step"], each["prompt"]) for each in samples]
     assert steps == [(step, prompt) for step in (0, 100, 200) for prompt in ("aa ?", "bb ?")]
@@ -82,11 +85,11 @@ def test_samples_of_a_run(workshop: Path, run: Path) -> None:
 
 @pytest.fixture(scope="module")
 def server(workshop: Path, run: Path) -> Iterator[str]:
-    """The address of a server of the bundle and the run."""
+    """Yield the address of a server of the bundle and the run."""
     (run.parent / "chat.jinja").write_text(TEMPLATE)
-    words = ["serve", workshop / "bundle", "--adapter", run, "--port", 0, "--slots", 4, "--chat-template",
+    arguments = ["serve", workshop / "bundle", "--adapter", run, "--port", 0, "--slots", 4, "--chat-template",
              run.parent / "chat.jinja"]  # fmt: skip
-    command = [sys.executable, "-m", "prge.cli.main", *map(str, words)]
+    command = [sys.executable, "-m", "prge.cli.main", *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         try:
@@ -104,7 +107,7 @@ def test_a_server_generates_with_the_requested_adapter(server: str, run: Path) -
 
     client = openai.OpenAI(base_url=server, api_key="none", max_retries=0)
 
-    def say(model: str) -> str:
+    def complete(model: str) -> str:
         whole = client.completions.create(model=model, prompt="aa ?", max_tokens=64, temperature=0)
         events = client.completions.create(
             model=model, prompt="aa ?", max_tokens=64, temperature=0, stream=True
@@ -114,9 +117,9 @@ def test_a_server_generates_with_the_requested_adapter(server: str, run: Path) -
         return text
 
     samples = [json.loads(line)["text"] for line in (run / "samples.jsonl").read_text().splitlines()]
-    length = len(say("run"))
-    assert say("run") == samples[-2][:length] and say("bundle") == say("base")
-    assert samples[0].startswith(say("base")) or say("base").startswith(samples[0])
+    length = len(complete("run"))
+    assert complete("run") == samples[-2][:length] and complete("bundle") == complete("base")
+    assert samples[0].startswith(complete("base")) or complete("base").startswith(samples[0])
     chat = client.chat.completions.create(
         model="run", messages=[{"role": "user", "content": "aa ?"}], max_tokens=3, temperature=0
     )

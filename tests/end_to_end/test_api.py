@@ -17,7 +17,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 @pytest.mark.whole
 @pytest.mark.timeout(900)
-def test_the_page_runs(
+def test_the_code_of_the_documentation_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "server_export").symlink_to(REPOSITORY / "server_export")
@@ -40,7 +40,7 @@ def test_the_page_runs(
     assert prge.open_bundle(tuned.bundle).sha256 == prge.open_bundle("bundle").sha256
 
 
-def test_it_is_imported_when_it_is_used() -> None:
+def test_modules_are_imported_when_they_are_used() -> None:
     code = "import sys, prge; print(sorted(name for name in sys.modules if name.startswith('prge.')))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
@@ -49,9 +49,9 @@ def test_it_is_imported_when_it_is_used() -> None:
 
 
 def test_bad_settings_are_errors_of_prge() -> None:
-    with raises(prge.PrgeError, "settings-unusable", saying="--steps is 0"):
+    with raises(prge.PrgeError, "settings-unusable", containing="--steps is 0"):
         prge.run(bundle=Path("b"), train=Path("t"), out=Path("o"), steps=0)
-    with raises(prge.PrgeError, "settings-unusable", saying="quantize"):
+    with raises(prge.PrgeError, "settings-unusable", containing="quantize"):
         prge.export(model="m", out=Path("o"), quantize=8)  # type: ignore[arg-type]
-    with raises(prge.PrgeError, "not-a-bundle", saying="nowhere"):
+    with raises(prge.PrgeError, "not-a-bundle", containing="nowhere"):
         prge.load("nowhere")

@@ -59,11 +59,11 @@ def damaged(workshop: Path, tmp_path: Path) -> Callable[[Callable[[Path], object
     return damage
 
 
-def refused(words: list[object], capsys: pytest.CaptureFixture[str]) -> None:
+def refused(arguments: list[object], capsys: pytest.CaptureFixture[str]) -> None:
     start = time.monotonic()
-    assert main([str(word) for word in words]) == 2, words
+    assert main([str(word) for word in arguments]) == 2, arguments
     message = capsys.readouterr().err
-    assert message.startswith(f"prge {words[0]}: error: ") and "Traceback" not in message
+    assert message.startswith(f"prge {arguments[0]}: error: ") and "Traceback" not in message
     assert len(message) < 1500
     assert time.monotonic() - start < 20
 
@@ -82,7 +82,7 @@ def test_every_verb_that_loads_a_model_refuses_it(
         refused(["estimate", "--model", model], capsys)
     refused(["export", "--model", model, "--out", out], capsys)
     rows = ["--train", workshop / "train.jsonl", "--task", workshop / "task.yaml"]
-    words = ["--bundle", workshop / "bundle", "--model", model, "--out", out]
-    refused(["baseline", "--method", "lora-fa", *words, *rows, "--steps", 1], capsys)
-    refused(["publish", workshop / "bundle/adapter", *words, "--format", "merged"], capsys)
+    arguments = ["--bundle", workshop / "bundle", "--model", model, "--out", out]
+    refused(["baseline", "--method", "lora-fa", *arguments, *rows, "--steps", 1], capsys)
+    refused(["publish", workshop / "bundle/adapter", *arguments, "--format", "merged"], capsys)
     assert not (out / "final").exists()

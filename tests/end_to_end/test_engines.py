@@ -24,21 +24,21 @@ sys.exit(3 if heavy else code)
 """
 
 
-def native(*words: object) -> str:
+def native(*arguments: object) -> str:
     """Run a verb that must not import torch."""
-    command = [sys.executable, "-c", WITHOUT_TORCH, *map(str, words)]
+    command = [sys.executable, "-c", WITHOUT_TORCH, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 @pytest.mark.parametrize("options", [[], ["--estimator", "exact"]], ids=["tangent", "exact"])
-def test_a_run_without_torch_gives_the_bits_of_one_with_it(
-    run_words: list[object], tmp_path: Path, options: list[object]
+def test_a_run_without_torch_has_the_bits_of_a_run_with_torch(
+    run_arguments: list[object], tmp_path: Path, options: list[object]
 ) -> None:
-    native("run", *run_words, *options)
+    native("run", *run_arguments, *options)
     other = ["--out", tmp_path / "other"]
-    prge("run", *run_words, *options, *other, "--engine", "torch")
+    prge("run", *run_arguments, *options, *other, "--engine", "torch")
     assert bits(tmp_path / "run") == bits(tmp_path / "other")
     engines = [
         json.loads((tmp_path / run / "run.json").read_text())["run"]["engine"] for run in ("run", "other")
@@ -52,8 +52,8 @@ def test_scoring_and_probing_need_no_torch(workshop: Path) -> None:
     assert result == prge("eval", "--bundle", workshop / "bundle", *rows, "--engine", "torch").stdout
 
 
-def test_a_run_may_go_on_with_the_other_engine(run_words: list[object], tmp_path: Path) -> None:
-    prge("run", *run_words, "--engine", "torch")
+def test_a_run_may_be_resumed_with_the_other_engine(run_arguments: list[object], tmp_path: Path) -> None:
+    prge("run", *run_arguments, "--engine", "torch")
     journal = (tmp_path / "run/journal.jsonl").read_bytes()
     native("run", "--resume", tmp_path / "run", "--engine", "native")
     assert (tmp_path / "run/journal.jsonl").read_bytes() == journal

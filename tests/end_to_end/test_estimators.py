@@ -27,7 +27,7 @@ def data(workshop: Path) -> list[object]:
 
 @pytest.fixture(scope="module")
 def runs(bundle: Path, data: list[object], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A finished run of each estimator."""
+    """Return a finished run of each estimator."""
     folder = tmp_path_factory.mktemp("chain runs")
     for name in ESTIMATORS:
         prge(
@@ -39,7 +39,7 @@ def runs(bundle: Path, data: list[object], tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def quiz(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`rows.jsonl` and `task.yaml` of questions with more candidates than a batch has sequences."""
+    """Return a folder with rows and a task of questions with more candidates than a batch has sequences."""
     folder = tmp_path_factory.mktemp("quiz")
     texts = [f"{letter * 2} {letter * 2}" for letter in "abcdef"]
     assert len(texts) == CHOICES
@@ -55,35 +55,37 @@ def quiz(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_batch_has_room_for_all_candidates_of_a_row(
     quiz: Path, bundle: Path, tmp_path: Path, estimator: str, rows: int
 ) -> None:
-    words = ["--bundle", bundle, "--task", quiz / "task.yaml"]
-    trained = [*words, "--train", quiz / "rows.jsonl", "--steps", 2, "--estimator", estimator]
+    arguments = ["--bundle", bundle, "--task", quiz / "task.yaml"]
+    trained = [*arguments, "--train", quiz / "rows.jsonl", "--steps", 2, "--estimator", estimator]
     prge("run", *trained, "--out", tmp_path / "run")
     summary = json.loads((tmp_path / "run/run.json").read_text())
     assert summary["train"]["forward_passes"] == 2 * CHOICES * rows
-    prge("eval", *words, "--data", quiz / "rows.jsonl", "--adapter", tmp_path / "run")
+    prge("eval", *arguments, "--data", quiz / "rows.jsonl", "--adapter", tmp_path / "run")
 
 
 def test_a_batch_counts_rows_whatever_their_candidates(quiz: Path, bundle: Path, tmp_path: Path) -> None:
-    words = ["--bundle", bundle, "--task", quiz / "task.yaml", "--train", quiz / "rows.jsonl", "--steps", 1]
-    words += ["--estimator", "exact", "--optimizer", "sgd"]
+    arguments = [
+        "--bundle", bundle, "--task", quiz / "task.yaml", "--train", quiz / "rows.jsonl", "--steps", 1,
+    ]  # fmt: skip
+    arguments += ["--estimator", "exact", "--optimizer", "sgd"]
     out = tmp_path / "run"
-    prge("run", *words, "--out", out, "--batch-size", 2)
+    prge("run", *arguments, "--out", out, "--batch-size", 2)
     assert "1 steps of 2 examples" in (out / "log.txt").read_text()
     assert json.loads((out / "run.json").read_text())["train"]["forward_passes"] == 2 * CHOICES * 3
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_replay_makes_the_same_bits(runs: dict[str, Path], tmp_path: Path, name: str) -> None:
+def test_a_replay_ends_with_the_same_bits(runs: dict[str, Path], tmp_path: Path, name: str) -> None:
     assert "the same bits" in prge("replay", runs[name], "--out", tmp_path / "replayed").stdout
 
 
 def test_a_baseline_takes_a_batch_with_room_for_all_candidates(
     quiz: Path, workshop: Path, bundle: Path, tmp_path: Path
 ) -> None:
-    words = ["--bundle", bundle, "--model", workshop / "model", "--method", "backprop-lora-fa"]
-    words += ["--task", quiz / "task.yaml", "--train", quiz / "rows.jsonl", "--steps", 2]
-    prge("baseline", *words, "--out", tmp_path / "run")
-    prge("baseline", *words, "--out", tmp_path / "two", "--batch-size", 2)
+    arguments = ["--bundle", bundle, "--model", workshop / "model", "--method", "backprop-lora-fa"]
+    arguments += ["--task", quiz / "task.yaml", "--train", quiz / "rows.jsonl", "--steps", 2]
+    prge("baseline", *arguments, "--out", tmp_path / "run")
+    prge("baseline", *arguments, "--out", tmp_path / "two", "--batch-size", 2)
     rows = [
         json.loads((tmp_path / name / "run.json").read_text())["train"]["forward_passes"]
         for name in ("run", "two")

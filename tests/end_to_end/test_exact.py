@@ -20,7 +20,7 @@ from tests.verbs import prge
 from tests.workshop import write_rows
 
 
-def words_of(workshop: Path, bundle: Path, out: Path, steps: int = 40) -> list[object]:
+def arguments_of(workshop: Path, bundle: Path, out: Path, steps: int = 40) -> list[object]:
     return [
         "run", "--bundle", bundle, "--train", workshop / "train.jsonl", "--dev", workshop / "dev.jsonl",
         "--task", workshop / "task.yaml", "--out", out, "--steps", steps, "--eval-steps", 20,
@@ -34,9 +34,9 @@ def losses(run: Path) -> list[float]:
         return [record["loss"] for record in journal.records if record["type"] == "evaluation"]
 
 
-def test_it_learns_and_says_what_it_did(workshop: Path, tmp_path: Path) -> None:
+def test_an_exact_run_learns_and_records_its_steps(workshop: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    prge(*words_of(workshop, workshop / "bundle", out))
+    prge(*arguments_of(workshop, workshop / "bundle", out))
     before, *_, after = losses(out)
     assert after < 0.2 * before
     summary = json.loads((out / "run.json").read_text())
@@ -47,7 +47,7 @@ def test_it_learns_and_says_what_it_did(workshop: Path, tmp_path: Path) -> None:
     assert len(norms) == 40 and min(norms) > 0
 
 
-def test_a_budget_says_what_it_holds_and_changes_no_bit(
+def test_a_memory_budget_is_logged_and_changes_no_bit(
     workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bundle = workshop / "bundle"
@@ -62,31 +62,31 @@ def test_a_budget_says_what_it_holds_and_changes_no_bit(
         with monkeypatch.context() as patch:
             if loaded is not None:
                 fix_memory_budget(patch, run_verb, loaded)
-            assert main([*map(str, words_of(workshop, bundle, tmp_path / name, steps=6))]) == 0
+            assert main([*map(str, arguments_of(workshop, bundle, tmp_path / name, steps=6))]) == 0
         log = (tmp_path / name / "log.txt").read_text()
         assert output in log and log.index("training: exact") < log.index("activations: ")
         finals.add((tmp_path / name / "final/adapter_model.safetensors").read_bytes())
     assert len(finals) == 1
 
 
-def test_what_lies_below_the_adapter_is_computed_once_a_row(
+def test_blocks_below_the_adapter_are_computed_once_per_row(
     workshop: Path, upper_bundle: Path, tmp_path: Path
 ) -> None:
-    """16 different rows are trained on and scored; the cache changes no bit."""
+    """The run trains on 16 different rows and scores them; the cache changes no bit."""
     cached = ["--trunk-cache-bytes", 1 << 20]
     out, other = tmp_path / "run", tmp_path / "other"
-    prge(*words_of(workshop, upper_bundle, out, steps=60), *cached)
+    prge(*arguments_of(workshop, upper_bundle, out, steps=60), *cached)
     before, *_, after = losses(out)
     assert after < 0.5 * before
     assert "trunk: 16 rows computed, 288 from the cache" in (out / "log.txt").read_text()
     # There is room for a few rows only.
-    prge(*words_of(workshop, upper_bundle, other, steps=60), "--trunk-cache-bytes", 20_000)
+    prge(*arguments_of(workshop, upper_bundle, other, steps=60), "--trunk-cache-bytes", 20_000)
     assert " 288 from the cache" not in (other / "log.txt").read_text()
     final = "final/adapter_model.safetensors"
     assert (out / final).read_bytes() == (other / final).read_bytes()
 
 
-def test_an_encoder_learns_under_its_head(encoder: Path, tmp_path: Path) -> None:
+def test_an_encoder_learns_below_its_head(encoder: Path, tmp_path: Path) -> None:
     letters = np.random.default_rng(0).integers(0, 20, (160, 6))
     write_rows(
         tmp_path / "train.jsonl",
@@ -102,17 +102,17 @@ def test_an_encoder_learns_under_its_head(encoder: Path, tmp_path: Path) -> None
         'name: letters\ntemplate: "{text}"\nlabel_words: {0: "no", 1: "yes"}\ncolumns: {label: label}\n'
         "metric: accuracy\n"
     )
-    words = words_of(tmp_path, encoder, tmp_path / "run", steps=40)
+    arguments = arguments_of(tmp_path, encoder, tmp_path / "run", steps=40)
     # Training rows, scored with their training head: a head on random hidden states can't do better.
-    words[words.index("--dev") + 1] = tmp_path / "train.jsonl"
-    words[words.index("--learning-rate") + 1] = 3e-4
-    prge(*words, "--head-folds", 0, "--batch-size", 16)
+    arguments[arguments.index("--dev") + 1] = tmp_path / "train.jsonl"
+    arguments[arguments.index("--learning-rate") + 1] = 3e-4
+    prge(*arguments, "--head-folds", 0, "--batch-size", 16)
     before, *_, after = losses(tmp_path / "run")
     assert after < 0.96 * before
 
 
-def test_a_step_by_tokens_is_that_of_transformers(workshop: Path, tmp_path: Path) -> None:
-    """Rows have unequal lengths: the gradient is that of the loss in two calls, with `num_items_in_batch`."""
+def test_a_step_normalised_by_tokens_equals_that_of_transformers(workshop: Path, tmp_path: Path) -> None:
+    """The gradient is that of transformers' loss with `num_items_in_batch`, in two calls of unequal rows."""
     import torch
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -125,12 +125,12 @@ def test_a_step_by_tokens_is_that_of_transformers(workshop: Path, tmp_path: Path
     ]
     write_rows(tmp_path / "rows.jsonl", rows)
     bundle = open_bundle(workshop / "bundle")
-    words = ["run", "--bundle", bundle.folder, "--train", tmp_path / "rows.jsonl", "--steps", 1]
-    words += ["--batch-size", 4, "--estimator", "exact", "--optimizer", "sgd", "--learning-rate", 1]
-    words += ["--warmup-steps", 0, "--lr-scheduler-type", "constant"]
+    arguments = ["run", "--bundle", bundle.folder, "--train", tmp_path / "rows.jsonl", "--steps", 1]
+    arguments += ["--batch-size", 4, "--estimator", "exact", "--optimizer", "sgd", "--learning-rate", 1]
+    arguments += ["--warmup-steps", 0, "--lr-scheduler-type", "constant"]
     moved = {}
     for name in ("token", "example"):
-        prge(*words, "--out", tmp_path / name, "--loss-normalisation", name)
+        prge(*arguments, "--out", tmp_path / name, "--loss-normalisation", name)
         moved[name] = read_lora(tmp_path / name / "final").lora_b
     settings = {"loss_normalisation": "token"}
     with Journal(tmp_path / "token/journal.jsonl", writable=False) as journal:

@@ -22,20 +22,20 @@ def commands(text: str) -> list[list[str]]:
 
 @pytest.mark.whole
 @pytest.mark.timeout(900)
-def test_step_by_step(tmp_path: Path) -> None:
+def test_the_commands_of_the_document_work_step_by_step(tmp_path: Path) -> None:
     (tmp_path / "server_export").symlink_to(REPOSITORY / "server_export")
     quoted = commands(PAGE.read_text(encoding="utf-8"))
-    assert [words[1] for words in quoted] == [
+    assert [command[1] for command in quoted] == [
         "doctor", "export", "inspect", "run", "eval", "replay", "report", "publish",
     ]  # fmt: skip
-    for words in quoted:
-        assert words[0] == "prge"
+    for command in quoted:
+        assert command[0] == "prge"
         # No command needs another role.
-        done = prge(*words[1:], *(["--roles", "jvp"] if words[1] == "export" else []), cwd=tmp_path)
-        if words[1] == "eval":
+        done = prge(*command[1:], *(["--roles", "jvp"] if command[1] == "export" else []), cwd=tmp_path)
+        if command[1] == "eval":
             accuracy = float(re.search(r"accuracy (\S+)", done.stdout).group(1))  # type: ignore[union-attr]
             assert accuracy > 0.8
-        if words[1] == "replay":
+        if command[1] == "replay":
             assert "the same bits" in done.stdout
     assert (tmp_path / "report.html").stat().st_size > 10_000
     assert (tmp_path / "adapter/adapter_model.safetensors").is_file()

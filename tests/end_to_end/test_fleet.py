@@ -28,10 +28,10 @@ ROUNDS, SECONDS = 7, 120.0
 
 
 @contextmanager
-def started(console: Path, *words: object) -> Iterator[subprocess.Popen[bytes]]:
+def started(console: Path, *arguments: object) -> Iterator[subprocess.Popen[bytes]]:
     """Start `prge` in the background and kill it at the end of the context."""
     with console.open("ab") as stream:
-        command = [sys.executable, "-m", "prge.cli.main", "fleet", *map(str, words)]
+        command = [sys.executable, "-m", "prge.cli.main", "fleet", *map(str, arguments)]
         process = subprocess.Popen(
             command, stdout=stream, stderr=stream, env={**os.environ, "OMP_NUM_THREADS": "1"}
         )
@@ -51,7 +51,7 @@ def until(condition: Callable[[], bool], console: Path) -> None:
 
 
 @pytest.mark.whole
-def test_a_fleet_outlives_kills_and_refuses_a_liar(workshop: Path, tmp_path: Path) -> None:
+def test_a_fleet_survives_kills_and_refuses_a_malicious_device(workshop: Path, tmp_path: Path) -> None:
     honest, keys, fleet, port = ("a", "b", "c"), tmp_path / "keys", tmp_path / "fleet", free_port()
     prge("fleet", "keys", keys, "--devices", *honest, "liar")
     lines = (workshop / "train.jsonl").read_text().splitlines(keepends=True)
@@ -107,8 +107,8 @@ def test_a_fleet_outlives_kills_and_refuses_a_liar(workshop: Path, tmp_path: Pat
         assert arrays(state.read_bytes()) == arrays(pack_state(expected))
 
 
-def test_eight_simulated_devices_end_in_the_journals_bits(workshop: Path, tmp_path: Path) -> None:
-    words: dict[str, object] = {
+def test_eight_simulated_devices_end_with_the_bits_of_the_journal(workshop: Path, tmp_path: Path) -> None:
+    arguments: dict[str, object] = {
         "bundle": workshop / "bundle",
         "task": workshop / "task.yaml",
         "train": workshop / "train.jsonl",
@@ -118,7 +118,7 @@ def test_eight_simulated_devices_end_in_the_journals_bits(workshop: Path, tmp_pa
         "partition": "dirichlet:0.3",
     }
     counts = {"devices": 8, "per-round": 4, "rounds": 3, "local-steps": 4, "queries": 2}
-    flags = [word for name, value in {**words, **counts}.items() for word in (f"--{name}", value)]
+    flags = [word for name, value in {**arguments, **counts}.items() for word in (f"--{name}", value)]
     prge("fleet", "simulate", *flags)
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert figures["bytes_up_per_device_step"] < 60

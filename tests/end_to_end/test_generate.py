@@ -21,7 +21,7 @@ STORIES = ("Once upon a time", "The little dog was very happy, because", "Lily s
 
 @pytest.fixture(scope="module")
 def trained(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run whose adapter is far from its start."""
+    """Return a run whose adapter is far from its start."""
     run = tmp_path_factory.mktemp("trained") / "run"
     prge(
         "run", "--bundle", workshop / "bundle", "--train", workshop / "train.jsonl", "--task",
@@ -30,7 +30,9 @@ def trained(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-def expected(model: Path, adapter: Path | None, prompts: tuple[str, ...], most: int = 12) -> list[list[int]]:
+def expected(
+    model: Path, adapter: Path | None, prompts: tuple[str, ...], max_tokens: int = 12
+) -> list[list[int]]:
     """Return greedy tokens of transformers without the end-of-sequence token, with an adapter by PEFT."""
     import peft
     import torch
@@ -44,7 +46,11 @@ def expected(model: Path, adapter: Path | None, prompts: tuple[str, ...], most: 
     for prompt in prompts:
         ids = tokenizer(prompt, return_tensors="pt").input_ids
         out = loaded.generate(
-            input_ids=ids, attention_mask=ids * 0 + 1, max_new_tokens=most, do_sample=False, pad_token_id=0
+            input_ids=ids,
+            attention_mask=ids * 0 + 1,
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            pad_token_id=0,
         )
         answers.append([token for token in out[0, ids.shape[1] :].tolist() if token != END])
     return answers
@@ -67,7 +73,7 @@ def lines(output: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in output.splitlines()]
 
 
-def test_a_run_and_what_was_published_of_it_say_what_peft_says(
+def test_a_run_and_its_published_adapter_complete_texts_like_peft(
     workshop: Path, trained: Path, tmp_path: Path
 ) -> None:
     published = tmp_path / "published"
@@ -89,7 +95,7 @@ def test_a_run_and_what_was_published_of_it_say_what_peft_says(
 
 @pytest.mark.whole
 @pytest.mark.parametrize("name", ["demo", "stories260K", "babyllama"])
-def test_trained_models_write_what_the_merged_model_does(
+def test_trained_models_complete_texts_like_the_merged_model(
     name: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     base = (
@@ -101,8 +107,8 @@ def test_trained_models_write_what_the_merged_model_does(
     bundle, merged = tmp_path / "bundle", tmp_path / "merged"
     roles = ["--roles", "prefill", "decode"]
     prge("export", "--model", base, "--start-adapter", trained, "--out", bundle, *roles)
-    words = ["publish", trained, "--model", base, "--format", "merged", "--out", merged]
-    assert main([*map(str, words)]) == 0
+    arguments = ["publish", trained, "--model", base, "--format", "merged", "--out", merged]
+    assert main([*map(str, arguments)]) == 0
     done = prge("generate", "--bundle", bundle, "--prompt", *STORIES, "--max-tokens", 60, "--json")
     result = lines(done.stdout)
     tokens = expected(merged, None, STORIES, 60)
@@ -112,18 +118,18 @@ def test_trained_models_write_what_the_merged_model_does(
 
 
 def test_a_conversation_through_a_pipe(workshop: Path, trained: Path) -> None:
-    words = ["--bundle", workshop / "bundle", "--max-tokens", 6, "--temperature", 0]
-    said = f"aa bb\n/reset\n/adapter {trained}\naa bb\n"
-    done = prge("chat", *words, input=said)
+    arguments = ["--bundle", workshop / "bundle", "--max-tokens", 6, "--temperature", 0]
+    inputs = f"aa bb\n/reset\n/adapter {trained}\naa bb\n"
+    done = prge("chat", *arguments, input=inputs)
     alone = [
-        prge("generate", *words, "--prompt", "aa bb", *adapter).stdout
+        prge("generate", *arguments, "--prompt", "aa bb", *adapter).stdout
         for adapter in ([], ["--adapter", trained])
     ]
     assert done.stdout == "".join(alone)
     assert "the model has no chat template" in done.stderr
 
 
-def test_a_run_on_a_phone_speaks_there(workshop: Path, trained: Path, tmp_path: Path) -> None:
+def test_a_run_on_a_phone_generates_there(workshop: Path, trained: Path, tmp_path: Path) -> None:
     phone = FakePhone(tmp_path / "fake")
     runs = phone.folder / "runs"
     runs.mkdir()
@@ -141,5 +147,5 @@ def test_a_run_on_a_phone_speaks_there(workshop: Path, trained: Path, tmp_path: 
         6,
     ).stdout
     assert phone.prge("generate", "first", "--prompt", "aa bb", "--max-tokens", 6).stdout == here
-    words = ["first", "--max-tokens", 6, "--temperature", 0]
-    assert phone.prge("chat", *words, stdin="aa bb\n").stdout == here
+    arguments = ["first", "--max-tokens", 6, "--temperature", 0]
+    assert phone.prge("chat", *arguments, stdin="aa bb\n").stdout == here

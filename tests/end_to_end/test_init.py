@@ -21,9 +21,12 @@ pytestmark = pytest.mark.whole
 @pytest.fixture(scope="module")
 def spread(workshop: Path, made_once: FolderBuilder) -> Path:
     rows = ["--init-rows", workshop / "train.jsonl", "--init-task", workshop / "task.yaml"]
-    words = ["--init", "eva", *rows, "--spread-ranks", "--target-modules", "q_proj", "v_proj", "down_proj"]
+    arguments = [
+        "--init", "eva", *rows, "--spread-ranks", "--target-modules", "q_proj", "v_proj", "down_proj",
+    ]  # fmt: skip
     return (
-        made_once("spread", lambda folder: export(workshop / "model", folder / "bundle", *words)) / "bundle"
+        made_once("spread", lambda folder: export(workshop / "model", folder / "bundle", *arguments))
+        / "bundle"
     )
 
 
@@ -32,11 +35,11 @@ def trained(spread: Path, workshop: Path, tmp_path_factory: pytest.TempPathFacto
     return run(workshop, spread, tmp_path_factory.mktemp("spread") / "run", "--steps", 30)
 
 
-def run(workshop: Path, bundle: Path, out: Path, *words: object) -> Path:
+def run(workshop: Path, bundle: Path, out: Path, *arguments: object) -> Path:
     prge(
         "run", "--bundle", bundle, "--train", workshop / "train.jsonl", "--dev", workshop / "dev.jsonl",
         "--task", workshop / "task.yaml", "--out", out, "--learning-rate", 0.01,
-        "--lr-scheduler-type", "constant", "--warmup-steps", 0, "--threads", 1, *words,
+        "--lr-scheduler-type", "constant", "--warmup-steps", 0, "--threads", 1, *arguments,
     )  # fmt: skip
     return out
 
@@ -57,14 +60,16 @@ def test_exact_gradients_learn(trained: Path) -> None:
 
 
 @pytest.mark.parametrize("estimator", ["tangent", "antithetic"])
-def test_forward_passes_take_steps(spread: Path, workshop: Path, tmp_path: Path, estimator: str) -> None:
+def test_estimators_with_forward_passes_take_steps(
+    spread: Path, workshop: Path, tmp_path: Path, estimator: str
+) -> None:
     out = run(workshop, spread, tmp_path / "run", "--steps", 3, "--estimator", estimator)
     events = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     losses = [event["loss"] for event in events if event["event"] == "step"]
     assert len(losses) == 3 and np.isfinite(losses).all() and len({*losses}) == 3
 
 
-def test_what_was_trained_is_merged_and_written_as_peft_does(
+def test_a_trained_adapter_is_merged_and_written_as_peft_does(
     trained: Path, spread: Path, workshop: Path, tmp_path: Path
 ) -> None:
     prge("publish", trained, "--format", "merged", "--out", tmp_path / "merged")
@@ -77,7 +82,7 @@ def test_what_was_trained_is_merged_and_written_as_peft_does(
     change = 16 / 2 * adapter.lora_b[name] @ adapter.lora_a[name]
     np.testing.assert_allclose(after - before, change, atol=1e-6)
     prompts = ("aa bb", "cc dd ?")
-    words = ["--prompt", *prompts, "--max-tokens", 12, "--json"]
-    lines = prge("generate", "--bundle", spread, "--adapter", trained, *words).stdout.splitlines()
+    arguments = ["--prompt", *prompts, "--max-tokens", 12, "--json"]
+    lines = prge("generate", "--bundle", spread, "--adapter", trained, *arguments).stdout.splitlines()
     result = [json.loads(line)["tokens"] for line in lines]
     assert result == expected(workshop / "model", trained / "final", prompts)

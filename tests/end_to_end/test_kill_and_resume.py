@@ -28,8 +28,8 @@ KILLS = {
     "upper exact": 10,
     "lora exact": 6,
     "lora tangent": 4,
-    "pieces exact": 6,
-    "pieces tangent": 4,
+    "chunked exact": 6,
+    "chunked tangent": 4,
 }
 
 # Instants of an exact run, and the ones (from 0) before which successive processes are killed.
@@ -37,10 +37,10 @@ INSTANTS = {
     "backward": (0, 1, 2, 3, 4, 5, 7, 8),
     "backward_saved": (0, 3, 5, 8, 13),
     "loading": (1, 3, 4, 5),
-    "given_back": (1, 4, 6, 9, 14, 3, 8),
+    "released": (1, 4, 6, 9, 14, 3, 8),
     "packing": (1, 1, 2, 3),
     "packed": (0, 1, 2, 1, 3),
-    "forgetting": (0, 0, 1, 0),
+    "dropping gradients": (0, 0, 1, 0),
 }
 
 _START = """
@@ -131,10 +131,10 @@ INSTANTS = {
     "backward": (Blocks, "run", lambda self, number, role, *_: role == "backward"),
     "backward_saved": (Blocks, "run", lambda self, number, role, *_: role in ("backward", "backward_saved")),
     "loading": (Blocks, "method", lambda *_: True),
-    "given_back": (WeightsFile, "give_back", lambda *_: True),
+    "released": (WeightsFile, "give_back", lambda *_: True),
     "packing": (packed_files.PackedFiles, "open", lambda *_: True),
     "packed": (packed_files, "write_file", lambda *_: True),
-    "forgetting": (journal, "write_file", lambda *_: True),
+    "dropping gradients": (journal, "write_file", lambda *_: True),
 }
 owner, name, is_meant = INSTANTS[sys.argv[4]]
 counts = list(map(int, sys.argv[5:]))
@@ -171,9 +171,9 @@ for out, kills in ((folder / "whole", []), (folder / "killed", counts)):
 )
 
 
-def in_a_parent(script: str, *words: object) -> str:
+def in_a_parent(script: str, *arguments: object) -> str:
     """Run code in a process that forks the runs, and return its output."""
-    command = [sys.executable, "-c", script, *map(str, words)]
+    command = [sys.executable, "-c", script, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -199,7 +199,7 @@ def assert_ended_alike(whole: Path, killed: Path, steps: int) -> None:
 @pytest.mark.parametrize(
     "case", ["bundle tangent", *second_tier(*(case for case in KILLS if case != "bundle tangent"))]
 )
-def test_killed_many_times_it_ends_in_the_same_bits(
+def test_a_run_killed_many_times_ends_with_the_same_bits(
     workshop: Path, tmp_path: Path, case: str, request: pytest.FixtureRequest
 ) -> None:
     name, _, estimator = case.partition(" ")
@@ -224,7 +224,7 @@ def lines_of(folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     "instant", ["backward", *second_tier(*(instant for instant in INSTANTS if instant != "backward"))]
 )
-def test_killed_between_blocks_an_exact_run_ends_in_the_same_bits(
+def test_an_exact_run_killed_between_blocks_ends_with_the_same_bits(
     workshop: Path, tmp_path: Path, instant: str
 ) -> None:
     """Kill during the backward pass with one block loaded or with another budget each time, while files are

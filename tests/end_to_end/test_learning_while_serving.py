@@ -26,13 +26,18 @@ SETTINGS = ("--learn-every", 4, "--learn-epochs", 150, "--learning-rate", 0.05, 
 
 
 @contextmanager
-def serving(bundle: Path, learn: Path, *words: object) -> Iterator[tuple[subprocess.Popen[str], Any]]:
+def serving(bundle: Path, learn: Path, *arguments: object) -> Iterator[tuple[subprocess.Popen[str], Any]]:
     """Start a server that trains in a folder, and return OpenAI's client of it."""
-    command = [sys.executable, "-m", "prge.cli.main", "serve", bundle, "--learn", learn, *SETTINGS, *words]
+    command = [
+        sys.executable, "-m", "prge.cli.main", "serve", bundle, "--learn", learn, *SETTINGS, *arguments,
+    ]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    given = [*map(str, command), "--port", "0", "--threads", "1"]
+    command_and_port = [*map(str, command), "--port", "0", "--threads", "1"]
     options: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True, "env": environment}
-    with (learn.parent / "log").open("w") as log, subprocess.Popen(given, stderr=log, **options) as process:
+    with (
+        (learn.parent / "log").open("w") as log,
+        subprocess.Popen(command_and_port, stderr=log, **options) as process,
+    ):
         try:
             assert process.stdout is not None
             url = next(line for line in process.stdout if "listening" in line).split()[2].rstrip(";")
@@ -71,13 +76,13 @@ def results(learn: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.whole
-def test_it_answers_as_it_was_corrected(workshop: Path, tmp_path: Path) -> None:
+def test_a_server_answers_as_it_was_corrected(workshop: Path, tmp_path: Path) -> None:
     bundle, learn = workshop / "bundle", tmp_path / "learn"
     kept = write_rows(
         tmp_path / "kept.jsonl", [{"prompt": f"{word} !", "completion": " ee"} for word in "abcdef"]
     )
-    words = "--kept", kept, "--may-lose", 100
-    with serving(bundle, learn, *words) as (process, client):
+    arguments = "--kept", kept, "--may-lose", 100
+    with serving(bundle, learn, *arguments) as (process, client):
         assert [each["status"] for each in history(client)] == ["start"]
         for prompt in PROMPTS:
             id, text = ask(client, prompt)
@@ -92,7 +97,7 @@ def test_it_answers_as_it_was_corrected(workshop: Path, tmp_path: Path) -> None:
         assert ask(client, "ee ?")[0].startswith("cmpl-")
         assert history(client)[-1]["status"] == "learning"
         process.send_signal(signal.SIGKILL)
-    with serving(bundle, learn, *words) as (_, client):
+    with serving(bundle, learn, *arguments) as (_, client):
         until(lambda: history(client)[-1]["status"] != "learning")
         start, learnt = history(client)
         assert learnt["status"] == "served" and learnt["current"] and not start["current"]
@@ -113,7 +118,7 @@ def test_it_answers_as_it_was_corrected(workshop: Path, tmp_path: Path) -> None:
     other.mkdir()
     content = (learn / "feedback.jsonl").read_text().splitlines(keepends=True)
     (other / "feedback.jsonl").write_text("".join(content[:4]))
-    with serving(bundle, other, *words) as (_, client):
+    with serving(bundle, other, *arguments) as (_, client):
         until(lambda: len(history(client)) == 2 and history(client)[-1]["status"] != "learning")
     assert results(other) == results(learn) and len(results(other)) == 1
 
@@ -141,14 +146,14 @@ def test_completions_during_steps_are_those_without_steps(
 
 
 @pytest.mark.whole
-def test_both_processes_keep_a_bound_of_memory(workshop: Path, tmp_path: Path) -> None:
+def test_both_processes_stay_within_a_memory_limit(workshop: Path, tmp_path: Path) -> None:
     bundle, learn = workshop / "bundle", tmp_path / "learn"
     with pytest.raises(RuntimeError, match="StopIteration"), serving(bundle, learn, "--memory", "20MB"):
         pass
     output = (tmp_path / "log").read_text()
-    least = re.search(r"a server that learns needs at least (\d+) MB", output)
-    assert least, output
-    with serving(bundle, learn, "--memory", f"{least[1]}MB") as (process, client):
+    match = re.search(r"a server that learns needs at least (\d+) MB", output)
+    assert match, output
+    with serving(bundle, learn, "--memory", f"{match[1]}MB") as (process, client):
         for prompt in PROMPTS:
             id, _ = ask(client, prompt)
             client.post("/feedback", body={"id": id, "correction": "bb cc"}, cast_to=object)
@@ -156,7 +161,7 @@ def test_both_processes_keep_a_bound_of_memory(workshop: Path, tmp_path: Path) -
         assert not learners(process)  # and frees the memory
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
-    assert f"MB at most, of the {least[1]} MB of --memory" in (tmp_path / "log").read_text()
+    assert f"MB at most, of the {match[1]} MB of --memory" in (tmp_path / "log").read_text()
 
 
 @pytest.mark.whole

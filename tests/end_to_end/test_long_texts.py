@@ -22,7 +22,7 @@ pytestmark = [needs_compiler, pytest.mark.whole]
 LENGTH, TEXTS = 900, 2
 
 
-def test_the_loss_of_long_texts(shared: Path, tmp_path: Path) -> None:
+def test_the_loss_of_long_texts_equals_that_of_transformers(shared: Path, tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(shared / "models/babyllama", model)
     config = json.loads((model / "config.json").read_text())

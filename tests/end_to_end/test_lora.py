@@ -13,7 +13,7 @@ from prge.data.example_building import load_examples
 from prge.data.tokenization.tokenizer import load_bundle_tokenizer
 from prge.formats.bundle import open_bundle
 from prge.formats.peft import PeftAdapter, read_lora
-from tests.end_to_end.test_exact import losses, words_of
+from tests.end_to_end.test_exact import arguments_of, losses
 from tests.tiers import second_tier
 from tests.verbs import prge
 from tests.workshop import write_rows
@@ -26,9 +26,9 @@ def both(bundle: Path, run: Path) -> tuple[PeftAdapter, PeftAdapter]:
 
 @pytest.mark.parametrize("estimator", ["exact", *second_tier("tangent", "antithetic")])
 def test_both_matrices_learn(workshop: Path, lora_bundle: Path, tmp_path: Path, estimator: str) -> None:
-    words = words_of(workshop, lora_bundle, tmp_path / "run")
-    words[words.index("exact")] = estimator
-    prge(*words)
+    arguments = arguments_of(workshop, lora_bundle, tmp_path / "run")
+    arguments[arguments.index("exact")] = estimator
+    prge(*arguments)
     before, *_, after = losses(tmp_path / "run")
     assert after < (0.2 if estimator == "exact" else 0.99) * before
     start, result = both(lora_bundle, tmp_path / "run")
@@ -44,33 +44,37 @@ def test_both_matrices_learn(workshop: Path, lora_bundle: Path, tmp_path: Path, 
 def test_lora_plus_moves_lora_b_further(workshop: Path, lora_bundle: Path, tmp_path: Path) -> None:
     """The first step of Adam has the size of the learning rate, whatever the gradient."""
     for ratio in (1, 8):
-        words = words_of(workshop, lora_bundle, tmp_path / f"{ratio}", steps=1)
-        prge(*words, "--loraplus-lr-ratio", ratio)
+        arguments = arguments_of(workshop, lora_bundle, tmp_path / f"{ratio}", steps=1)
+        prge(*arguments, "--loraplus-lr-ratio", ratio)
     (start, plain), (_, plus) = (both(lora_bundle, tmp_path / f"{ratio}") for ratio in (1, 8))
     for name in start.lora_b:
         np.testing.assert_allclose(plus.lora_b[name], 8 * plain.lora_b[name], rtol=1e-5)
         assert np.array_equal(plus.lora_a[name], plain.lora_a[name])
 
 
-def test_it_is_scored_served_and_started_from(workshop: Path, lora_bundle: Path, tmp_path: Path) -> None:
+def test_a_lora_adapter_generates_and_is_trained_further(
+    workshop: Path, lora_bundle: Path, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
-    prge(*words_of(workshop, lora_bundle, run))
+    prge(*arguments_of(workshop, lora_bundle, run))
     written = {}
     for bundle in (lora_bundle, workshop / "bundle"):
-        words = ["--prompt", "aa bb", "--adapter", run, "--max-tokens", 4, "--json"]
-        written[bundle.name] = json.loads(prge("generate", "--bundle", bundle, *words).stdout)["tokens"]
+        arguments = ["--prompt", "aa bb", "--adapter", run, "--max-tokens", 4, "--json"]
+        written[bundle.name] = json.loads(prge("generate", "--bundle", bundle, *arguments).stdout)["tokens"]
     # For generation, programs with constant lora_a take it as an input.
     assert written["lora"] == written["bundle"]
-    prge(*words_of(workshop, lora_bundle, tmp_path / "on", steps=2), "--adapter", run)
-    refused = prge(*words_of(workshop, workshop / "bundle", tmp_path / "no"), "--adapter", run, check=False)
+    prge(*arguments_of(workshop, lora_bundle, tmp_path / "on", steps=2), "--adapter", run)
+    refused = prge(
+        *arguments_of(workshop, workshop / "bundle", tmp_path / "no"), "--adapter", run, check=False
+    )
     output = refused.stderr
     assert refused.returncode == 2 and "lora_A" in output and "--start-adapter" in output
 
 
-def test_an_adapter_from_elsewhere_is_scored_as_peft_computes_it_and_trained_on(
+def test_a_foreign_adapter_is_scored_like_in_peft_and_trained_further(
     workshop: Path, lora_bundle: Path, tmp_path: Path
 ) -> None:
-    """An adapter of some modules, with a lower rank and another scale, in bfloat16, works in every verb."""
+    """An adapter of some modules, of a lower rank, another scale and bfloat16, works in every verb."""
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
@@ -97,20 +101,20 @@ def test_an_adapter_from_elsewhere_is_scored_as_peft_computes_it_and_trained_on(
             logprobs = torch.log_softmax(model(input_ids=torch.tensor([sequence.tokens])).logits[0], -1)
         losses_of_tokens += [-float(logprobs[each.position, each.token]) for each in sequence.targets]
 
-    words = ["--bundle", lora_bundle, "--adapter", tmp_path / "theirs"]
-    prge("eval", *words, "--data", data, "--json", tmp_path / "scores.json")
+    arguments = ["--bundle", lora_bundle, "--adapter", tmp_path / "theirs"]
+    prge("eval", *arguments, "--data", data, "--json", tmp_path / "scores.json")
     scores = json.loads((tmp_path / "scores.json").read_text())
     assert scores["perplexity"] == pytest.approx(np.exp(np.mean(losses_of_tokens)), rel=1e-4)
-    prge("generate", *words, "--prompt", "aa bb", "--max-tokens", 2)
-    prge("run", *words, "--train", data, "--out", tmp_path / "run", "--steps", 2)
+    prge("generate", *arguments, "--prompt", "aa bb", "--max-tokens", 2)
+    prge("run", *arguments, "--train", data, "--out", tmp_path / "run", "--steps", 2)
     trained = read_lora(tmp_path / "run/final")
     assert len(trained.lora_b) == len(bundle.chain.modules)
     assert all(matrix.any() for matrix in trained.lora_b.values())
 
 
-def test_what_needs_lora_says_so(workshop: Path, tmp_path: Path) -> None:
+def test_settings_that_need_lora_are_refused_without_it(workshop: Path, tmp_path: Path) -> None:
     refused = prge(
-        *words_of(workshop, workshop / "bundle", tmp_path / "run"), "--loraplus-lr-ratio", 4, check=False
+        *arguments_of(workshop, workshop / "bundle", tmp_path / "run"), "--loraplus-lr-ratio", 4, check=False
     )
     output = refused.stderr
     assert (

@@ -21,9 +21,9 @@ from prge.training.costs import minimum_memory
 from tests.verbs import REPOSITORY
 from tests.workshop import write_rows
 
-Words = list[object]
+Arguments = list[object]
 # A prediction is an upper bound, but a close one.
-LEAST_SHARE, MOST_SHARE = 0.97, 1.6
+MIN_SHARE, MAX_SHARE = 0.97, 1.6
 
 
 # The system counts memory from before exec, so a small process starts the verb.
@@ -36,19 +36,11 @@ os._exit(os.waitstatus_to_exitcode(status) % 256)
 """
 
 
-def child(*words: object, code: int = 0) -> tuple[subprocess.CompletedProcess[str], int]:
+def child(*arguments: object, code: int = 0) -> tuple[subprocess.CompletedProcess[str], int]:
     """Run a verb in its own process, and return its output and peak memory in bytes."""
     command = [
-        sys.executable,
-        "-S",
-        "-u",
-        "-c",
-        _SHIM,
-        sys.executable,
-        "-m",
-        "prge.cli.main",
-        *map(str, words),
-    ]
+        sys.executable, "-S", "-u", "-c", _SHIM, sys.executable, "-m", "prge.cli.main", *map(str, arguments),
+    ]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, check=False
@@ -58,16 +50,16 @@ def child(*words: object, code: int = 0) -> tuple[subprocess.CompletedProcess[st
     return done, int(kilobytes) * 1024
 
 
-def needed(said: str) -> int:
+def needed(message: str) -> int:
     """Return the minimum memory in a refusal, in bytes."""
-    match = re.search(r"needs at least ([\d,]+) MB", said)
-    assert match, said
+    match = re.search(r"needs at least ([\d,]+) MB", message)
+    assert match, message
     return int(match[1].replace(",", "")) * 10**6
 
 
 @pytest.fixture
-def verbs(workshop: Path, tmp_path: Path) -> dict[str, Callable[[], Words]]:
-    """Arguments of every verb that runs an engine."""
+def verbs(workshop: Path, tmp_path: Path) -> dict[str, Callable[[], Arguments]]:
+    """Return functions that make the arguments of every verb that runs an engine."""
     bundle = ["--bundle", workshop / "bundle"]
     task = ["--task", workshop / "task.yaml"]
     out = tmp_path / "out"
@@ -82,43 +74,43 @@ def verbs(workshop: Path, tmp_path: Path) -> dict[str, Callable[[], Words]]:
 
 
 @pytest.mark.parametrize("verb", ["run", "eval", "generate", "fleet simulate"])
-def test_too_little_is_refused_with_the_least_and_the_least_is_kept(
-    verbs: dict[str, Callable[[], Words]], verb: str, tmp_path: Path
+def test_too_little_memory_is_refused_with_the_minimum_which_suffices(
+    verbs: dict[str, Callable[[], Arguments]], verb: str, tmp_path: Path
 ) -> None:
-    words = verbs[verb]()
-    refused, _ = child(*words, "--memory", "20MB", code=2)
+    arguments = verbs[verb]()
+    refused, _ = child(*arguments, "--memory", "20MB", code=2)
     assert "--memory 20 MB is too little:" in refused.stdout and "Traceback" not in refused.stdout
-    made = [path.name for path in (tmp_path / "out").rglob("*")] if (tmp_path / "out").exists() else []
-    assert set(made) <= {"run.lock"}
-    least = needed(refused.stdout)
-    done, taken = child(*words, "--memory", least)
-    assert taken <= least
-    assert f"MB at most, of the {least / 1e6:,.0f} MB of --memory" in done.stdout
-    assert taken >= least / MOST_SHARE
+    files = [path.name for path in (tmp_path / "out").rglob("*")] if (tmp_path / "out").exists() else []
+    assert set(files) <= {"run.lock"}
+    min_bytes = needed(refused.stdout)
+    done, peak = child(*arguments, "--memory", min_bytes)
+    assert peak <= min_bytes
+    assert f"MB at most, of the {min_bytes / 1e6:,.0f} MB of --memory" in done.stdout
+    assert peak >= min_bytes / MAX_SHARE
 
 
-def test_chat_refuses_too_little(workshop: Path) -> None:
+def test_chat_refuses_too_little_memory(workshop: Path) -> None:
     refused, _ = child("chat", workshop / "bundle", "--memory", "20MB", code=2)
     assert "--memory 20 MB is too little:" in refused.stdout
 
 
-def test_serve_refuses_too_little(workshop: Path, tmp_path: Path) -> None:
-    words: Words = ["serve", workshop / "bundle", "--port", 0, "--memory", "20MB"]
+def test_serve_refuses_too_little_memory(workshop: Path, tmp_path: Path) -> None:
+    arguments: Arguments = ["serve", workshop / "bundle", "--port", 0, "--memory", "20MB"]
     for more in ([], ["--learn", tmp_path / "learn"]):
-        refused, _ = child(*words, *more, code=2)
+        refused, _ = child(*arguments, *more, code=2)
         assert "--memory 20 MB is too little:" in refused.stdout
 
 
-def test_a_tuning_refuses_too_little_before_its_export(workshop: Path, tmp_path: Path) -> None:
-    words = ["tune", "--model", workshop / "model", "--data", workshop / "train.jsonl"]
-    words += ["--task", workshop / "task.yaml", "--out", tmp_path / "out"]
-    refused, _ = child(*words, "--memory", "20MB", code=2)
+def test_a_tuning_refuses_too_little_memory_before_its_export(workshop: Path, tmp_path: Path) -> None:
+    arguments = ["tune", "--model", workshop / "model", "--data", workshop / "train.jsonl"]
+    arguments += ["--task", workshop / "task.yaml", "--out", tmp_path / "out"]
+    refused, _ = child(*arguments, "--memory", "20MB", code=2)
     assert "--memory 20 MB is too little:" in refused.stdout and needed(refused.stdout) > 20e6
     assert "prge export" not in refused.stdout and not (tmp_path / "out").exists()
 
 
-def test_a_run_that_took_more_than_was_predicted_says_so(
-    verbs: dict[str, Callable[[], Words]], tmp_path: Path
+def test_a_run_that_needed_more_memory_than_predicted_reports_that(
+    verbs: dict[str, Callable[[], Arguments]], tmp_path: Path
 ) -> None:
     """A prediction of zero simulates a wrong prediction."""
     script = (
@@ -127,9 +119,13 @@ def test_a_run_that_took_more_than_was_predicted_says_so(
         "sys.exit(main(sys.argv[1:]))"
     )
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    words = [*map(str, verbs["run"]()), "--memory", "30MB"]
+    arguments = [*map(str, verbs["run"]()), "--memory", "30MB"]
     done = subprocess.run(
-        [sys.executable, "-c", script, *words], capture_output=True, text=True, env=environment, check=False
+        [sys.executable, "-c", script, *arguments],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert "more than the 30 MB of --memory" in done.stderr + done.stdout
@@ -137,16 +133,18 @@ def test_a_run_that_took_more_than_was_predicted_says_so(
 
 
 @pytest.mark.parametrize(("batch", "tokens"), [(1, 32), (4, 16)])
-def test_what_is_predicted_is_what_a_run_takes(
+def test_the_predicted_memory_of_a_run_is_what_it_needs(
     workshop: Path, tmp_path: Path, batch: int, tokens: int
 ) -> None:
     """The minimum that `prge inspect` and tunings predict covers the whole process."""
     text = "abcdefgh" * 8
     rows = write_rows(tmp_path / "rows.jsonl", [{"text": text[at : at + tokens]} for at in range(8)])
     predicted = minimum_memory(open_bundle(workshop / "bundle"), BACKWARD, batch, tokens)
-    words: Words = ["run", "--bundle", workshop / "bundle", "--train", rows, "--out", tmp_path / "out"]
-    words += ["--steps", 6, "--batch-size", batch, "--overflow", "truncate", "--max-dropped", 1]
-    _, taken = child(*words, "--memory", predicted)
-    assert LEAST_SHARE * taken <= predicted <= MOST_SHARE * taken
+    arguments: Arguments = [
+        "run", "--bundle", workshop / "bundle", "--train", rows, "--out", tmp_path / "out",
+    ]  # fmt: skip
+    arguments += ["--steps", 6, "--batch-size", batch, "--overflow", "truncate", "--max-dropped", 1]
+    _, peak = child(*arguments, "--memory", predicted)
+    assert MIN_SHARE * peak <= predicted <= MAX_SHARE * peak
     memory = json.loads((tmp_path / "out" / "run.json").read_text())["train"]["memory"]
-    assert memory["peak_bytes"] == pytest.approx(taken, rel=0.02)
+    assert memory["peak_bytes"] == pytest.approx(peak, rel=0.02)

@@ -26,7 +26,7 @@ TEXTS = [f"{word} {number}" for number in range(8) for word in ("a film", "no", 
 
 @pytest.fixture(scope="module")
 def folder(made_once: FolderBuilder) -> Path:
-    """A folder with `model` and `bundle`."""
+    """Return a folder with `model` and `bundle`."""
 
     def make(folder: Path) -> None:
         model = make_classifier("bert", len(LABELS))
@@ -58,17 +58,17 @@ def rows(folder: Path, classes: list[str] | list[int]) -> list[object]:
     order = [*range(1, len(classes)), 0]
     labelled = [{"text": text, "label": classes[number % len(classes)]} for number, text in enumerate(TEXTS)]
     (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in labelled))
-    words = ", ".join(f'"{classes[n]}": " word{n}"' for n in order)
-    (folder / "task.yaml").write_text(f'name: own\ntemplate: "{{text}}"\nlabel_words: {{{words}}}\n')
+    label_words = ", ".join(f'"{classes[n]}": " word{n}"' for n in order)
+    (folder / "task.yaml").write_text(f'name: own\ntemplate: "{{text}}"\nlabel_words: {{{label_words}}}\n')
     return ["--task", folder / "task.yaml"]
 
 
 @pytest.mark.parametrize("classes", [["Bad", "good", "so-so"], [0, 1, 2]], ids=str)
-def test_rows_of_its_classes_are_scored_as_transformers_does(
+def test_rows_of_the_heads_classes_are_scored_like_in_transformers(
     folder: Path, tmp_path: Path, classes: list[Any]
 ) -> None:
-    words = ["--bundle", folder / "bundle", "--data", tmp_path / "rows.jsonl", *rows(tmp_path, classes)]
-    prge("eval", *words, "--json", tmp_path / "eval.json", "--predictions", tmp_path / "lines.jsonl")
+    arguments = ["--bundle", folder / "bundle", "--data", tmp_path / "rows.jsonl", *rows(tmp_path, classes)]
+    prge("eval", *arguments, "--json", tmp_path / "eval.json", "--predictions", tmp_path / "lines.jsonl")
     expected = logits_of(base(folder))
     result = [json.loads(line) for line in (tmp_path / "lines.jsonl").read_text().splitlines()]
     np.testing.assert_allclose([line["scores"] for line in result], expected, atol=1e-4)
@@ -78,14 +78,14 @@ def test_rows_of_its_classes_are_scored_as_transformers_does(
     )
 
 
-def test_it_is_trained_replayed_and_published(folder: Path, tmp_path: Path) -> None:
+def test_a_checkpoints_own_head_is_trained_replayed_and_published(folder: Path, tmp_path: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForSequenceClassification
 
     task = rows(tmp_path, list(LABELS))
     run = tmp_path / "run"
-    words = ["--bundle", folder / "bundle", "--train", tmp_path / "rows.jsonl", *task, "--out", run]
-    output = prge("run", *words, "--steps", 3, "--head-learning-rate", 0.01, "--keep-gradients").stderr
+    arguments = ["--bundle", folder / "bundle", "--train", tmp_path / "rows.jsonl", *task, "--out", run]
+    output = prge("run", *arguments, "--steps", 3, "--head-learning-rate", 0.01, "--keep-gradients").stderr
     assert "heads: the checkpoint's own, of bad, good, so-so" in output
     assert "the same bits" in prge("replay", run, "--out", tmp_path / "replayed").stdout
     head = read_arrays(run / "final/head.safetensors")
@@ -112,11 +112,11 @@ def test_it_is_trained_replayed_and_published(folder: Path, tmp_path: Path) -> N
 
 def test_other_classes_get_a_head_of_their_own(folder: Path, tmp_path: Path) -> None:
     task = rows(tmp_path, ["dull", "kind"])
-    words = ["--bundle", folder / "bundle", *task]
-    refused = prge("eval", *words, "--data", tmp_path / "rows.jsonl", check=False)
+    arguments = ["--bundle", folder / "bundle", *task]
+    refused = prge("eval", *arguments, "--data", tmp_path / "rows.jsonl", check=False)
     assert refused.returncode == 2 and "whose classes are bad, good, so-so" in refused.stderr
     run = tmp_path / "run"
-    output = prge("run", *words, "--train", tmp_path / "rows.jsonl", "--out", run, "--steps", 2).stderr
+    output = prge("run", *arguments, "--train", tmp_path / "rows.jsonl", "--out", run, "--steps", 2).stderr
     assert "heads: fitted on 32 rows; the checkpoint's own head isn't used" in output
     prge("publish", run, "--out", tmp_path / "peft", "--model", folder / "model")
     assert read_arrays(tmp_path / "peft/head.safetensors")["weight"].shape == (2, 64)

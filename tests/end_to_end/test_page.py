@@ -21,9 +21,9 @@ TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 
 
 @contextmanager
-def verb(*words: object) -> Iterator[subprocess.Popen[str]]:
+def verb(*arguments: object) -> Iterator[subprocess.Popen[str]]:
     """Start a verb in its own process."""
-    command = [sys.executable, "-m", "prge.cli.main", *map(str, words)]
+    command = [sys.executable, "-m", "prge.cli.main", *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment) as process:
@@ -47,14 +47,14 @@ def ended(process: subprocess.Popen[str], number: int) -> None:
 
 
 @pytest.mark.whole
-def test_a_bundle_and_a_run_on_the_page(
-    workshop: Path, run_words: list[object], tmp_path: Path, visit: Callable[..., Any]
+def test_the_page_shows_a_bundle_and_a_run(
+    workshop: Path, run_arguments: list[object], tmp_path: Path, visit: Callable[..., Any]
 ) -> None:
-    prge("run", *run_words, "--sample-rows", 1)
+    prge("run", *run_arguments, "--sample-rows", 1)
     (tmp_path / "template.jinja").write_text(TEMPLATE)
-    words = ["--chat-template", tmp_path / "template.jinja", "--feedback", tmp_path / "feedback.jsonl"]
-    words += ["--adapter", tmp_path / "run", "--runs", tmp_path, "--port", 0, "--threads", 1]
-    with verb("serve", workshop / "bundle", *words) as process:
+    arguments = ["--chat-template", tmp_path / "template.jinja", "--feedback", tmp_path / "feedback.jsonl"]
+    arguments += ["--adapter", tmp_path / "run", "--runs", tmp_path, "--port", 0, "--threads", 1]
+    with verb("serve", workshop / "bundle", *arguments) as process:
         page = visit(url_of(process))
         page.get_by_role("checkbox", name="run").check()
         about = page.locator("aside")
@@ -85,10 +85,10 @@ def test_a_run_is_watched_and_stopped_after_its_step(
     workshop: Path, tmp_path: Path, visit: Callable[..., Any]
 ) -> None:
     out = tmp_path / "runs" / "long"
-    words = ["--bundle", workshop / "bundle", "--train", workshop / "train.jsonl", "--out", out]
-    words += ["--task", workshop / "task.yaml", "--steps", 100_000, "--threads", 1]
+    arguments = ["--bundle", workshop / "bundle", "--train", workshop / "train.jsonl", "--out", out]
+    arguments += ["--task", workshop / "task.yaml", "--steps", 100_000, "--threads", 1]
     (tmp_path / "runs").mkdir()
-    with verb("run", *words) as run, verb("watch", tmp_path / "runs", "--no-open") as process:
+    with verb("run", *arguments) as run, verb("watch", tmp_path / "runs", "--no-open") as process:
         page = visit(url_of(process))
         expect(page.get_by_role("link", name="Chat")).to_have_count(0)
         button = page.get_by_role("button", name="Stop after this step")
@@ -107,7 +107,7 @@ def test_a_run_is_watched_and_stopped_after_its_step(
 
 
 @pytest.mark.whole
-def test_watching_what_is_not_there(tmp_path: Path) -> None:
+def test_watch_refuses_a_missing_folder_and_a_public_host_without_a_key(tmp_path: Path) -> None:
     result = prge("watch", tmp_path / "none", check=False)
     assert result.returncode == 2 and f"{tmp_path / 'none'} is not a folder" in result.stderr
     result = prge("watch", tmp_path, "--host", "0.0.0.0", check=False)

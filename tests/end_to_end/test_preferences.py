@@ -15,7 +15,7 @@ from tests.workshop import bits, write_rows
 
 
 def pairs(count: int) -> list[dict[str, Any]]:
-    """Pairs whose chosen answer repeats the prompt's word."""
+    """Return pairs whose chosen answer repeats the prompt's word."""
     words = ["aa", "bb", "cc", "dd"]
     return [
         {
@@ -41,9 +41,9 @@ def test_a_run_learns_pairs_and_replays(
     train = write_rows(tmp_path / "train.jsonl", pairs(24))
     bundle = lora_bundle if adapter == "lora" else workshop / "bundle"
     keep = ["--keep-gradients"] if estimator == "exact" else []
-    words = ["--bundle", bundle, "--train", train, "--dev", train, "--estimator", estimator, *keep]
+    arguments = ["--bundle", bundle, "--train", train, "--dev", train, "--estimator", estimator, *keep]
     for out in ("run", "again"):
-        prge("run", *words, "--steps", 40, "--learning-rate", 0.02, "--out", tmp_path / out, "--quiet")
+        prge("run", *arguments, "--steps", 40, "--learning-rate", 0.02, "--out", tmp_path / out, "--quiet")
     assert bits(tmp_path / "run") == bits(tmp_path / "again")
     output = json.loads((tmp_path / "run/run.json").read_text())["train"]
     assert output["best"]["loss"] < output["before"]["loss"] == pytest.approx(0.6931, abs=1e-4)
@@ -52,7 +52,7 @@ def test_a_run_learns_pairs_and_replays(
 
 
 def unequal_pairs(count: int) -> list[dict[str, Any]]:
-    """Pairs with prompts and answers of very different lengths."""
+    """Return pairs with prompts and answers of very different lengths."""
     words = ["aa", "bb", "cc", "dd"]
     return [
         {
@@ -68,7 +68,7 @@ STARTS = [("upper_bundle", "exact", 4), ("upper_bundle", "exact", 8), ("bundle",
 
 
 @pytest.mark.parametrize(("bundle", "estimator", "batch"), [*STARTS, *second_tier(("bundle", "exact", 16))])
-def test_before_an_adapter_is_trained_every_pair_costs_ln_2_to_the_bit(
+def test_before_training_every_pair_has_a_loss_of_exactly_ln_2(
     workshop: Path, upper_bundle: Path, tmp_path: Path, bundle: str, estimator: str, batch: int
 ) -> None:
     """This holds for int4 too, where a float's last bit in another batch may change the loss by 0.01 nat."""
@@ -95,8 +95,8 @@ def test_the_reference_of_a_row_is_the_same_whatever_rows_are_trained_with_it(
     orders = {"all": rows, "reversed": rows[::-1], "few": rows[3:6]}
     result: dict[str, list[Any]] = {}
     for name, some in orders.items():
-        words = ["--bundle", upper_bundle, "--train", write_rows(tmp_path / f"{name}.jsonl", some)]
-        prge("run", *words, "--steps", 1, "--learning-rate", 1e-9, "--out", tmp_path / name, "--quiet")
+        arguments = ["--bundle", upper_bundle, "--train", write_rows(tmp_path / f"{name}.jsonl", some)]
+        prge("run", *arguments, "--steps", 1, "--learning-rate", 1e-9, "--out", tmp_path / name, "--quiet")
         result[name] = json.loads((tmp_path / name / "reference.json").read_text())["scores"]
     assert result["reversed"] == result["all"][::-1]
     assert result["few"] == result["all"][3:6]
@@ -104,8 +104,8 @@ def test_the_reference_of_a_row_is_the_same_whatever_rows_are_trained_with_it(
 
 def test_pairs_are_tuned_by_one_command(workshop: Path, lora_bundle: Path, tmp_path: Path) -> None:
     data = write_rows(tmp_path / "pairs.jsonl", pairs(40))
-    words = ["--bundle", lora_bundle, "--data", data, "--out", tmp_path / "out", "--steps", 40]
-    done = prge("tune", *words, "--json", tmp_path / "found.json")
+    arguments = ["--bundle", lora_bundle, "--data", data, "--out", tmp_path / "out", "--steps", 40]
+    done = prge("tune", *arguments, "--json", tmp_path / "found.json")
     result = json.loads((tmp_path / "found.json").read_text())
     before, after = result["score_before"], result["score_after"]
     assert (before["pairs_right"], before["margin"]) == (0.5, 0)
@@ -120,8 +120,8 @@ def test_pairs_are_tuned_by_one_command(workshop: Path, lora_bundle: Path, tmp_p
 @pytest.mark.whole
 def test_a_tuning_takes_its_objective(workshop: Path, lora_bundle: Path, tmp_path: Path) -> None:
     data = write_rows(tmp_path / "pairs.jsonl", pairs(40))
-    words = ["--bundle", lora_bundle, "--data", data, "--steps", 20, "--learning-rate", 0.01]
+    arguments = ["--bundle", lora_bundle, "--data", data, "--steps", 20, "--learning-rate", 0.01]
     for objective, name in (("completion", "perplexity"), ("kto", "pairs_right"), ("orpo", "pairs_right")):
         out, output = tmp_path / objective, tmp_path / f"{objective}.json"
-        prge("tune", *words, "--objective", objective, "--out", out, "--json", output)
+        prge("tune", *arguments, "--objective", objective, "--out", out, "--json", output)
         assert name in json.loads(output.read_text())["score_after"]

@@ -12,8 +12,8 @@ from tests.verbs import prge
 @pytest.mark.whole
 def test_another_adapter_of_the_same_shapes_lowers_nothing(workshop: Path, tmp_path: Path) -> None:
     for name in ("first", "second"):
-        words = ["--out", tmp_path / name, "--roles", "forward", "--seed", len(name)]
-        output = prge("export", "--model", workshop / "model", *words).stdout
+        arguments = ["--out", tmp_path / name, "--roles", "forward", "--seed", len(name)]
+        output = prge("export", "--model", workshop / "model", *arguments).stdout
     assert output.count("(from the cache)") == 3
     first, second = (
         (tmp_path / name / "adapter/adapter_model.safetensors").read_bytes() for name in ("first", "second")

@@ -18,7 +18,7 @@ from tests.verbs import REPOSITORY, prge
 
 @pytest.fixture(scope="module")
 def done(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run."""
+    """Return a finished run."""
     out = tmp_path_factory.mktemp("runs") / "done"
     prge(
         "run", "--bundle", workshop / "bundle", "--train", workshop / "train.jsonl",
@@ -28,7 +28,7 @@ def done(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_a_run_folder_holds_everything(done: Path) -> None:
+def test_a_run_folder_has_all_its_files(done: Path) -> None:
     names = {path.name for path in done.iterdir()}
     assert names >= {*"config.yaml journal.jsonl metrics.jsonl checkpoints final run.json log.txt".split()}
     summary = json.loads((done / "run.json").read_text())
@@ -41,34 +41,34 @@ def test_a_run_folder_holds_everything(done: Path) -> None:
     assert "24 rows, 24 examples" in log
 
 
-def test_shards_are_learnt_as_the_whole_file(done: Path, workshop: Path, tmp_path: Path) -> None:
+def test_shards_are_trained_on_like_the_whole_file(done: Path, workshop: Path, tmp_path: Path) -> None:
     lines = (workshop / "train.jsonl").read_text().splitlines(keepends=True)
     shards = tmp_path / "shards"
     shards.mkdir()
     (shards / "a b.jsonl").write_text("".join(lines[:10]))
     (shards / "c.jsonl").write_text("".join(lines[10:]))
-    words: list[object] = [
+    arguments: list[object] = [
         "--bundle", workshop / "bundle", "--dev", workshop / "dev.jsonl", "--task", workshop / "task.yaml",
         "--steps", 12, "--eval-steps", 4, "--save-steps", 5, "--learning-rate", 0.01,
         "--estimator", "tangent",
     ]  # fmt: skip
     trained = ["--train", "a b.jsonl", "c.jsonl", "--out", tmp_path / "run"]
-    said = prge("run", *words, *trained, cwd=shards).stderr
+    output = prge("run", *arguments, *trained, cwd=shards).stderr
     whole, sharded = (
         (run / "final/adapter_model.safetensors").read_bytes() for run in (done, tmp_path / "run")
     )
     assert sharded == whole
-    assert "a b.jsonl and c.jsonl" in said + (tmp_path / "run/log.txt").read_text()
+    assert "a b.jsonl and c.jsonl" in output + (tmp_path / "run/log.txt").read_text()
     # Resume works from another folder, and not with other rows.
     prge("run", "--resume", tmp_path / "run", cwd=tmp_path)
     (shards / "c.jsonl").write_text("".join(lines[11:]))
     assert prge("run", "--resume", tmp_path / "run", "--steps", 14, check=False).returncode == 2
     (shards / "c.jsonl").write_text('{"text": 1, "label": 7}\n')
-    bad = prge("run", *words, *trained[:-1], tmp_path / "bad", cwd=shards, check=False)
+    bad = prge("run", *arguments, *trained[:-1], tmp_path / "bad", cwd=shards, check=False)
     assert bad.returncode == 2 and "row 1 of c.jsonl: " in bad.stderr
 
 
-def test_no_word_is_taken_for_the_bundle(done: Path, workshop: Path, tmp_path: Path) -> None:
+def test_no_other_argument_is_taken_for_the_bundle(done: Path, workshop: Path, tmp_path: Path) -> None:
     """`eval` accepts its bundle without a flag, and rows from several files."""
     scored: dict[str, float] = {}
     for name, files in (("twice", ("dev", "train")), ("dev", ("dev",)), ("train", ("train",))):
@@ -91,7 +91,7 @@ def test_no_word_is_taken_for_the_bundle(done: Path, workshop: Path, tmp_path: P
     assert stray.returncode == 2 and "'other' stands alone" in stray.stderr
 
 
-def test_lora_a_is_what_it_was(done: Path, workshop: Path) -> None:
+def test_lora_a_stays_unchanged(done: Path, workshop: Path) -> None:
     before = read_arrays(workshop / "bundle/adapter/adapter_model.safetensors")
     after = read_arrays(done / "final/adapter_model.safetensors")
     assert before.keys() == after.keys()
@@ -114,8 +114,8 @@ def test_eval_repeats_the_last_evaluation_of_the_run(done: Path, workshop: Path,
     assert result["accuracy"] == np.mean([row["prediction"] == row["label"] for row in rows])
 
 
-def test_ctrl_c_saves_and_resumes(run_words: list[object], tmp_path: Path, done: Path) -> None:
-    command = [sys.executable, "-m", "prge.cli.main", "run", *map(str, run_words), "--steps", "4000"]
+def test_ctrl_c_saves_and_resumes(run_arguments: list[object], tmp_path: Path, done: Path) -> None:
+    command = [sys.executable, "-m", "prge.cli.main", "run", *map(str, run_arguments), "--steps", "4000"]
     with subprocess.Popen(
         command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, cwd=REPOSITORY
     ) as process:
@@ -132,13 +132,13 @@ def test_ctrl_c_saves_and_resumes(run_words: list[object], tmp_path: Path, done:
     assert (tmp_path / f"run/checkpoints/step-{steps:06d}").is_dir()
 
 
-def test_a_folder_with_a_run_is_not_overwritten(run_words: list[object], done: Path) -> None:
-    again = prge("run", *run_words, "--out", done, check=False)
+def test_a_folder_with_a_run_is_not_overwritten(run_arguments: list[object], done: Path) -> None:
+    again = prge("run", *run_arguments, "--out", done, check=False)
     assert again.returncode == 2
     assert "holds a run already" in again.stderr and "--resume" in again.stderr
 
 
-def test_resume_of_a_finished_run_changes_nothing(done: Path) -> None:
+def test_resuming_a_finished_run_changes_nothing(done: Path) -> None:
     before = (done / "final/adapter_model.safetensors").read_bytes()
     prge("run", "--resume", done)
     assert (done / "final/adapter_model.safetensors").read_bytes() == before
@@ -146,12 +146,12 @@ def test_resume_of_a_finished_run_changes_nothing(done: Path) -> None:
 
 
 def test_a_run_can_be_resumed_from_any_folder(workshop: Path, tmp_path: Path) -> None:
-    words = ["--bundle", "bundle", "--train", "train.jsonl", "--task", "task.yaml", "--steps", 3]
-    prge("run", *words, "--out", tmp_path / "run", cwd=workshop)
+    arguments = ["--bundle", "bundle", "--train", "train.jsonl", "--task", "task.yaml", "--steps", 3]
+    prge("run", *arguments, "--out", tmp_path / "run", cwd=workshop)
     prge("run", "--resume", "run", cwd=tmp_path)
 
 
-def test_an_adapter_to_start_from(run_words: list[object], done: Path, tmp_path: Path) -> None:
-    prge("run", *run_words, "--adapter", done, "--steps", 2)
+def test_a_run_starts_from_an_adapter(run_arguments: list[object], done: Path, tmp_path: Path) -> None:
+    prge("run", *run_arguments, "--adapter", done, "--steps", 2)
     out = prge("replay", tmp_path / "run", "--out", tmp_path / "replayed").stdout
     assert "the same bits" in out

@@ -44,23 +44,25 @@ CHATS: list[dict[str, object]] = [
 
 @pytest.fixture(scope="module")
 def reference(smollm2: Path) -> tuple[Any, Any]:
-    """transformers' dequantized model in float32, and its tokenizer."""
+    """Return transformers' dequantized model in float32, and its tokenizer."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    where = {"pretrained_model_name_or_path": smollm2.parent, "gguf_file": smollm2.name}
-    return AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32), AutoTokenizer.from_pretrained(
-        **where
+    file = {"pretrained_model_name_or_path": smollm2.parent, "gguf_file": smollm2.name}
+    return AutoModelForCausalLM.from_pretrained(**file, dtype=torch.float32), AutoTokenizer.from_pretrained(
+        **file
     )
 
 
 @pytest.fixture(scope="module")
 def bundle(smollm2: Path, made_once: FolderBuilder) -> Path:
-    """An unquantized bundle that scores and generates."""
+    """Return an unquantized bundle that scores and generates."""
 
     def fill(folder: Path) -> None:
-        words = ["--quantize", "fp32", "--roles", "forward", "prefill", "decode", "--sequence-length", 128]
-        prge("export", "--model", smollm2, "--out", folder / "bundle", "--rank", 4, *words)
+        arguments = [
+            "--quantize", "fp32", "--roles", "forward", "prefill", "decode", "--sequence-length", 128,
+        ]  # fmt: skip
+        prge("export", "--model", smollm2, "--out", folder / "bundle", "--rank", 4, *arguments)
 
     return made_once("smollm2", fill) / "bundle"
 
@@ -95,7 +97,7 @@ def of_chat(tokenizer: Any, row: dict[str, Any]) -> tuple[list[int], list[bool]]
     [(TEXTS, of_text), (COMPLETIONS, of_text), (CHATS, of_chat)],
     ids=["texts", "completions", "chats"],
 )
-def test_scores_are_those_of_transformers(
+def test_scores_equal_those_of_transformers(
     reference: tuple[Any, Any], bundle: Path, tmp_path: Path, rows: Sequence[dict[str, object]], encode: Any
 ) -> None:
     import torch
@@ -118,26 +120,26 @@ def test_scores_are_those_of_transformers(
     assert record["perplexity"] == pytest.approx(math.exp(sum(sums) / sum(counts)), rel=1e-4)
 
 
-def test_answers_are_those_of_transformers(reference: tuple[Any, Any], bundle: Path) -> None:
+def test_answers_equal_those_of_transformers(reference: tuple[Any, Any], bundle: Path) -> None:
     model, tokenizer = reference
     question = [{"role": "user", "content": "What is the capital of France?"}]
     inputs = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt")
     output = model.generate(**inputs, max_new_tokens=16, do_sample=False, pad_token_id=tokenizer.eos_token_id)
     expected = output[0, inputs["input_ids"].shape[1] :].tolist()
-    words = ["--chat", "--prompt", question[0]["content"], "--max-tokens", 16, "--json"]
-    answer = json.loads(prge("generate", bundle, *words).stdout)
+    arguments = ["--chat", "--prompt", question[0]["content"], "--max-tokens", 16, "--json"]
+    answer = json.loads(prge("generate", bundle, *arguments).stdout)
     tokens = [token for token in expected if token != tokenizer.eos_token_id]
     assert answer["text"].strip() == tokenizer.decode(tokens).strip()
     assert "Paris" in answer["text"]
     assert answer["reason"] == "stop"
 
 
-def test_the_manifest_says_what_was_rounded(bundle: Path) -> None:
+def test_the_manifest_describes_the_quantization_of_the_file(bundle: Path) -> None:
     source = json.loads((bundle / "manifest.json").read_text())["model"]["source"]
     assert source["description"] == "Q4_1 with Q8_0 embedding"
 
 
-def test_gradients_of_a_quantized_bundle_point_where_autograds_do(
+def test_gradients_of_a_quantized_bundle_have_the_direction_of_autograds(
     reference: tuple[Any, Any], smollm2: Path, tmp_path: Path
 ) -> None:
     """The rows are texts, where most tokens' probabilities are too small for int8 next to the target's."""
@@ -154,8 +156,8 @@ def test_gradients_of_a_quantized_bundle_point_where_autograds_do(
     from server_export.calibrate.rows import TEXT
     from server_export.oracle import TorchEngine
 
-    words = ["--quantize", "8da8w", "--roles", "forward", "backward", "--sequence-length", 128]
-    prge("export", "--model", smollm2, "--out", tmp_path / "bundle", "--rank", 4, *words)
+    arguments = ["--quantize", "8da8w", "--roles", "forward", "backward", "--sequence-length", 128]
+    prge("export", "--model", smollm2, "--out", tmp_path / "bundle", "--rank", 4, *arguments)
     bundle = open_bundle(tmp_path / "bundle")
     model, tokenizer = reference
     tokens = tokenizer(TEXT.read_text()).input_ids[:120]

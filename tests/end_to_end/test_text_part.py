@@ -1,4 +1,4 @@
-"""The text part of a multimodal checkpoint is trained, and its adapter loads as its card says."""
+"""The text part of a multimodal checkpoint is trained, and its adapter loads by the commands of its card."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def write_checkpoint(folder: Path) -> Any:
     return model.eval()
 
 
-def test_it_is_trained_and_loads_with_peft(tmp_path: Path) -> None:
+def test_a_text_part_is_trained_and_its_adapter_loads_with_peft(tmp_path: Path) -> None:
     whole = write_checkpoint(tmp_path / "model")
     rows = [{"prompt": f"{number} is", "completion": " yes" if number % 2 else " no"} for number in range(8)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -63,6 +63,6 @@ def test_it_is_trained_and_loads_with_peft(tmp_path: Path) -> None:
                 layer = name.removeprefix("base_model.model.model.").partition(".lora_A")[0]
                 whole.model.language_model.get_submodule(layer).weight += change
         expected = whole(input_ids=tokens).logits
-        answered = result["model"](input_ids=tokens).logits
+        logits = result["model"](input_ids=tokens).logits
     assert float((expected - before).abs().max()) > 1e-3
-    assert torch.allclose(answered, expected, atol=1e-4)
+    assert torch.allclose(logits, expected, atol=1e-4)

@@ -23,9 +23,9 @@ ROWS: dict[str, list[dict[str, object]]] = {
 
 
 @pytest.mark.parametrize("form", ROWS)
-@pytest.mark.parametrize("words", [(), ("--control-tokens", "text"), ("--no-append-eos",)], ids=str)
-def test_loss_and_targets_are_those_of_transformers(
-    workshop: Path, tmp_path: Path, form: str, words: tuple[str, ...]
+@pytest.mark.parametrize("arguments", [(), ("--control-tokens", "text"), ("--no-append-eos",)], ids=str)
+def test_loss_and_targets_equal_those_of_transformers(
+    workshop: Path, tmp_path: Path, form: str, arguments: tuple[str, ...]
 ) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -34,14 +34,14 @@ def test_loss_and_targets_are_those_of_transformers(
     model = AutoModelForCausalLM.from_pretrained(workshop / "model", dtype=torch.float32)
 
     def ids(text: object) -> list[int]:
-        result: list[int] = tokenizer(text, split_special_tokens="text" in words).input_ids
+        result: list[int] = tokenizer(text, split_special_tokens="text" in arguments).input_ids
         return result
 
     losses, targets = [], 0
     for row in ROWS[form]:
         prompt = ids(row["prompt"]) if "prompt" in row else []
         answer = ids(row["text"] if "text" in row else row["completion"])
-        if "--no-append-eos" not in words and answer[-1] != tokenizer.eos_token_id:
+        if "--no-append-eos" not in arguments and answer[-1] != tokenizer.eos_token_id:
             answer.append(tokenizer.eos_token_id)
         tokens = torch.tensor([prompt + answer])
         labels = torch.tensor([[-100] * len(prompt) + answer])
@@ -53,11 +53,11 @@ def test_loss_and_targets_are_those_of_transformers(
         targets += count
     rows = ROWS[form][: len(losses)]
     data = write_rows(tmp_path / "rows.jsonl", rows)
-    done = prge("eval", workshop / "bundle", "--data", data, "--json", tmp_path / "a.json", *words)
+    done = prge("eval", workshop / "bundle", "--data", data, "--json", tmp_path / "a.json", *arguments)
     record = json.loads((tmp_path / "a.json").read_text())
     assert record["loss"] == pytest.approx(sum(loss for loss, _ in losses) / len(losses), rel=1e-4)
     whole = sum(loss * count for loss, count in losses) / targets
     assert record["perplexity"] == pytest.approx(math.exp(whole), rel=1e-4)
     assert f"target tokens: {targets} of " in done.stdout
-    how = "read as the characters that they are" if "text" in words else "read as control tokens"
-    assert f"control tokens written in texts, {how}: " in done.stdout
+    treatment = "read as the characters that they are" if "text" in arguments else "read as control tokens"
+    assert f"control tokens written in texts, {treatment}: " in done.stdout

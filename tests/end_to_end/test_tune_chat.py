@@ -25,7 +25,7 @@ def messages(animal: str, thing: str) -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def tuned(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a tuning of babyllama, whose tokenizer has no template and no line break."""
+    """Return the folder of a tuning of babyllama, whose tokenizer has no template and no line break."""
     folder = tmp_path_factory.mktemp("chat")
     rows = [messages(animal, thing) for animal in ANIMALS for thing in THINGS]
     prge(
@@ -36,7 +36,7 @@ def tuned(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out"
 
 
-def test_it_learns_whole_test_rows(tuned: Path) -> None:
+def test_a_tuning_improves_the_score_of_uncut_test_rows(tuned: Path) -> None:
     result: dict[str, Any] = json.loads((tuned.parent / "result.json").read_text())
     assert result["score_after"]["perplexity"] < 0.7 * result["score_before"]["perplexity"]
     assert "cut_examples" not in result["score_after"]
@@ -54,16 +54,16 @@ def test_all_stages_have_one_date_and_columns_that_are_not_read_are_named(tuned:
     assert any(note.endswith("a.jsonl: columns: messages; not read: id") for note in actual["rows"])
 
 
-def test_an_answer_ends_by_itself_as_it_was_learnt(tuned: Path, tmp_path: Path) -> None:
+def test_an_answer_ends_with_the_learnt_end_token(tuned: Path, tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "What did the dog see?"}]
-    (tmp_path / "asked.json").write_text(json.dumps(messages))
-    words = ["--messages", tmp_path / "asked.json"]
-    answer = json.loads(prge("generate", tuned, *words, "--json", "--threads", 1).stdout)
+    (tmp_path / "messages.json").write_text(json.dumps(messages))
+    arguments = ["--messages", tmp_path / "messages.json"]
+    answer = json.loads(prge("generate", tuned, *arguments, "--json", "--threads", 1).stdout)
     assert answer["reason"] == "stop"
     assert answer["text"].startswith("It saw") and answer["text"].endswith("end.")
 
 
-def test_the_template_goes_along_with_the_adapter(tuned: Path) -> None:
+def test_the_adapter_has_the_template_of_the_bundle(tuned: Path) -> None:
     template = (tuned / "adapter/chat_template.jinja").read_text()
     assert template == (tuned / "bundle/tokenizer/chat_template.jinja").read_text()
     assert "Assistant:" in template

@@ -17,25 +17,25 @@ from tests.verbs import REPOSITORY, prge
 pytestmark = pytest.mark.timeout(300)
 
 
-def answer(*words: object) -> dict[str, object]:
+def answer(*arguments: object) -> dict[str, object]:
     result: dict[str, object] = json.loads(
-        prge("generate", *words, "--prompt", "aa bb ?", "--max-tokens", 8, "--json").stdout
+        prge("generate", *arguments, "--prompt", "aa bb ?", "--max-tokens", 8, "--json").stdout
     )
     return result
 
 
-def test_its_model_speaks_by_its_name(workshop: Path, tuned: Path) -> None:
+def test_a_tuned_model_generates_under_its_name(workshop: Path, tuned: Path) -> None:
     result = answer(tuned)
     assert result["adapter"] == "letters" and result["text"] == answer("--bundle", tuned)["text"]
     assert result["text"] == answer(workshop / "bundle", "--adapter", tuned)["text"]
     plain = answer(tuned, "--adapter", "base")
     assert plain["adapter"] == "base" and plain["text"] == answer(workshop / "bundle")["text"]
-    said = prge("chat", tuned, "--temperature", 0, "--max-tokens", 2, input="aa\n/adapter\n/quit\n")
-    assert "letters (speaks)" in said.stderr
+    conversation = prge("chat", tuned, "--temperature", 0, "--max-tokens", 2, input="aa\n/adapter\n/quit\n")
+    assert "letters (speaks)" in conversation.stderr
 
 
-def test_it_is_scored_with_what_it_learnt(workshop: Path, tuned: Path, tmp_path: Path) -> None:
-    words = [
+def test_a_tuned_folder_is_scored_with_its_adapter(workshop: Path, tuned: Path, tmp_path: Path) -> None:
+    arguments = [
         "--data",
         workshop / "dev.jsonl",
         "--task",
@@ -45,7 +45,7 @@ def test_it_is_scored_with_what_it_learnt(workshop: Path, tuned: Path, tmp_path:
     ]
 
     def loss(*named: object) -> float:
-        prge("eval", *named, *words)
+        prge("eval", *named, *arguments)
         return float(json.loads((tmp_path / "a.json").read_text())["loss"])
 
     assert loss(tuned) == loss(workshop / "bundle", "--adapter", tuned / "run") < loss(workshop / "bundle")
@@ -53,7 +53,7 @@ def test_it_is_scored_with_what_it_learnt(workshop: Path, tuned: Path, tmp_path:
     assert loss("--bundle", tuned) == pytest.approx(after["loss"])
 
 
-def test_a_server_calls_it_by_its_name(tuned: Path) -> None:
+def test_a_server_lists_a_tuned_model_by_its_name(tuned: Path) -> None:
     command = [sys.executable, "-m", "prge.cli.main", "serve", str(tuned), "--port", "0"]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
@@ -64,7 +64,7 @@ def test_a_server_calls_it_by_its_name(tuned: Path) -> None:
         assert process.wait(20) == 0
 
 
-def test_it_is_published_and_reported(tuned: Path, tmp_path: Path) -> None:
+def test_a_tuned_folder_is_published_and_reported(tuned: Path, tmp_path: Path) -> None:
     prge("publish", tuned, "--out", tmp_path / "adapter")
     weights = "adapter_model.safetensors"
     assert (tmp_path / "adapter" / weights).read_bytes() == (tuned / "adapter" / weights).read_bytes()
@@ -73,7 +73,9 @@ def test_it_is_published_and_reported(tuned: Path, tmp_path: Path) -> None:
     assert json.loads(prge("inspect", tuned, "--json").stdout)["chain"]
 
 
-def test_an_unfinished_one_says_how_to_go_on(tuned: Path, tmp_path: Path) -> None:
+def test_an_unfinished_tuning_is_refused_with_the_command_that_resumes_it(
+    tuned: Path, tmp_path: Path
+) -> None:
     unfinished = Path(shutil.copytree(tuned, tmp_path / "unfinished"))
     shutil.rmtree(unfinished / "run/final")
     for verb in (["generate", "--prompt", "aa"], ["chat"], ["serve"], ["publish", "--out", tmp_path / "x"]):

@@ -17,7 +17,7 @@ from device_runner import run as run_verb
 from device_runner.session import generation as session
 from prge.formats.peft import read_peft
 from tests.device_runner.numpy_device import Device, write_films
-from tests.device_runner.speaking import Speaking
+from tests.device_runner.numpy_model import NumpyModel
 from tests.refusals import raises
 
 
@@ -46,7 +46,7 @@ def adapter_of(run: prge.Run) -> bytes:
 
 
 def test_numpy_numbers_are_accepted(given: dict[str, Any], tmp_path: Path) -> None:
-    """They give the same bits as Python's numbers."""
+    """NumPy's numbers give the same bits as Python's numbers."""
     expected = prge.run(**given)
     of_numpy = {
         "steps": np.int64(4),
@@ -58,12 +58,14 @@ def test_numpy_numbers_are_accepted(given: dict[str, Any], tmp_path: Path) -> No
         "train": np.array([str(given["train"])]),
         "out": tmp_path / "other",
     }
-    found = prge.run(**{**given, **of_numpy})
-    assert found.step == expected.step == 4 and adapter_of(found) == adapter_of(expected)
+    result = prge.run(**{**given, **of_numpy})
+    assert result.step == expected.step == 4 and adapter_of(result) == adapter_of(expected)
     scores = prge.evaluate(
-        bundle=given["bundle"], adapter=found.folder, data=given["train"], limit=np.int32(5)
+        bundle=given["bundle"], adapter=result.folder, data=given["train"], limit=np.int32(5)
     )
-    assert scores == prge.evaluate(bundle=given["bundle"], adapter=found.folder, data=given["train"], limit=5)
+    assert scores == prge.evaluate(
+        bundle=given["bundle"], adapter=result.folder, data=given["train"], limit=5
+    )
 
 
 @pytest.mark.parametrize(
@@ -83,7 +85,7 @@ def test_numpy_numbers_are_accepted(given: dict[str, Any], tmp_path: Path) -> No
 )
 def test_other_values_of_numpy_are_refused(given: dict[str, Any], wrong: dict[str, Any]) -> None:
     (name,) = wrong
-    with raises(prge.PrgeError, "settings-unusable", saying=name.split("_")[0]):
+    with raises(prge.PrgeError, "settings-unusable", containing=name.split("_")[0]):
         prge.run(**{**given, **wrong})
     assert not Path(given["out"]).exists()
 
@@ -111,8 +113,10 @@ def test_paths_with_nul_are_refused(given: dict[str, Any], tmp_path: Path) -> No
     assert not (given["out"] / "journal.jsonl").exists()
 
 
-def test_calls_from_threads(given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They give the same bits as in the main thread, and don't change signal handlers."""
+def test_calls_work_from_threads(
+    given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calls give the same bits as in the main thread, and don't change signal handlers."""
     expected = prge.run(**given)
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     with ThreadPoolExecutor(2) as pool:
@@ -123,9 +127,9 @@ def test_calls_from_threads(given: dict[str, Any], tmp_path: Path, monkeypatch: 
         scores = pool.submit(prge.evaluate, bundle=given["bundle"], adapter=outs[0], data=given["train"])
         assert scores.result()["loss"] > 0
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
-    speaking = Speaking(tmp_path / "speaking")
-    speaking.replaces(monkeypatch, chat, session)
+    numpy_model = NumpyModel(tmp_path / "bundle")
+    numpy_model.replaces(monkeypatch, chat, session)
     with ThreadPoolExecutor(1) as pool:
-        model = pool.submit(prge.load, speaking.folder).result()
+        model = pool.submit(prge.load, numpy_model.folder).result()
         answer = pool.submit(model.generate, "the film", max_tokens=4).result()
-    assert answer.text == speaking.answers("the film", max_tokens=4).text
+    assert answer.text == numpy_model.answers("the film", max_tokens=4).text

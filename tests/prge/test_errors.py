@@ -21,11 +21,13 @@ from prge.errors import (
 )
 
 CLASSES = [
-    kind for _, kind in inspect.getmembers(errors, inspect.isclass) if kind.__module__ == "prge.errors"
+    error_class
+    for _, error_class in inspect.getmembers(errors, inspect.isclass)
+    if error_class.__module__ == "prge.errors"
 ]
 
 
-def test_message_holds_what_happened_and_the_remedy() -> None:
+def test_a_message_has_what_happened_and_the_remedy() -> None:
     error = RunError("the disk is full", remedy="free some storage")
     assert str(error) == "the disk is full\n  free some storage"
     assert (error.what, error.remedy) == ("the disk is full", "free some storage")
@@ -51,18 +53,22 @@ def test_problems_are_listed_one_per_line() -> None:
         ("", ""),
     ],
 )
-def test_a_sentence_within_another(sentence: str, clause: str) -> None:
+def test_a_sentence_becomes_a_clause_of_another_one(sentence: str, clause: str) -> None:
     assert as_clause(sentence) == clause
 
 
-@pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
-def test_every_error_is_a_prge_error_with_exit_code_2(kind: type[PrgeError]) -> None:
-    assert issubclass(kind, PrgeError)
-    assert kind.exit_code == 2
-    if issubclass(kind, Refusal):
-        error: PrgeError = kind("a-code", "what")
+@pytest.mark.parametrize("error_class", CLASSES, ids=lambda error_class: error_class.__name__)
+def test_every_error_is_a_prge_error_with_exit_code_2(error_class: type[PrgeError]) -> None:
+    assert issubclass(error_class, PrgeError)
+    assert error_class.exit_code == 2
+    if issubclass(error_class, Refusal):
+        error: PrgeError = error_class("a-code", "what")
     else:
-        error = kind("what", ["a problem"]) if issubclass(kind, ProblemsError) else kind("what")
+        error = (
+            error_class("what", ["a problem"])
+            if issubclass(error_class, ProblemsError)
+            else error_class("what")
+        )
     assert str(error).startswith("what")
 
 
@@ -103,20 +109,22 @@ def test_only_the_first_of_many_problems_are_listed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("raised", "told"),
+    ("raised", "message"),
     [
         (ValueError("first\nsecond"), "it can't be done: ValueError: first\n  do it otherwise"),
         (KeyError(), "it can't be done: KeyError: KeyError\n  do it otherwise"),
     ],
 )
-def test_a_library_s_own_exception_is_a_refusal_with_its_first_line(raised: Exception, told: str) -> None:
+def test_a_librarys_own_exception_becomes_a_refusal_with_its_first_line(
+    raised: Exception, message: str
+) -> None:
     known = (ValueError, KeyError)
     with (
         pytest.raises(Refusal) as caught,
         refused_as("a-code", "it can't be done", known, remedy="do it otherwise"),
     ):
         raise raised
-    assert (caught.value.code, str(caught.value)) == ("a-code", told)
+    assert (caught.value.code, str(caught.value)) == ("a-code", message)
     assert caught.value.__cause__ is raised
 
 

@@ -1,4 +1,4 @@
-"""The description of a model, and what it refuses."""
+"""The description of a model, and refused values."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.refusals import raises
     ],
 )
 def test_sizes_out_of_bounds_are_refused_by_name(changes: dict[str, Any], named: str) -> None:
-    with raises(ConfigError, "model-sizes", saying=named):
+    with raises(ConfigError, "model-sizes", containing=named):
         make_spec(**changes)
 
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="the script
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A checkout in a path with a space, with a fake environment whose programs print their arguments."""
+    """Return a checkout in a path with a space, whose fake environment prints the arguments of programs."""
     root = tmp_path / "a check out"
     shutil.copytree(SCRIPTS, root / "scripts", ignore=shutil.ignore_patterns("*.py"))
     (root / "pyproject.toml").write_text("[project]\n", encoding="utf-8")
@@ -33,10 +33,10 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def start(
-    checkout: Path, name: str, *words: str, cwd: Path, **environment: str
+    checkout: Path, name: str, *arguments: str, cwd: Path, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [checkout / "scripts" / name, *words],
+        [checkout / "scripts" / name, *arguments],
         capture_output=True,
         text=True,
         check=False,
@@ -46,7 +46,7 @@ def start(
     )
 
 
-def test_demo_passes_its_arguments_on_where_the_caller_stands(checkout: Path, tmp_path: Path) -> None:
+def test_the_demo_passes_its_arguments_on_in_the_callers_folder(checkout: Path, tmp_path: Path) -> None:
     child = start(checkout, "demo.sh", "--out", "my demo", cwd=tmp_path)
     assert (child.returncode, child.stderr) == (0, "")
     assert child.stdout == f"python|{tmp_path}|{checkout}/scripts/demo.py|--out|my demo|\n"
@@ -62,7 +62,7 @@ def test_test_runs_style_types_and_tests_in_the_repository(checkout: Path, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("words", "passed"),
+    ("arguments", "passed"),
     [
         ([], ["-m", "not whole"]),
         (["-x"], ["-m", "not whole", "-x"]),
@@ -73,9 +73,9 @@ def test_test_runs_style_types_and_tests_in_the_repository(checkout: Path, tmp_p
     ],
 )
 def test_a_first_tier_runs_unless_all_or_some_are_named(
-    checkout: Path, tmp_path: Path, words: list[str], passed: list[str]
+    checkout: Path, tmp_path: Path, arguments: list[str], passed: list[str]
 ) -> None:
-    last = start(checkout, "test.sh", *words, cwd=tmp_path).stdout.splitlines()[-1]
+    last = start(checkout, "test.sh", *arguments, cwd=tmp_path).stdout.splitlines()[-1]
     assert last.partition("--quiet|")[2].split("|")[:-1] == passed
 
 
@@ -121,7 +121,7 @@ def test_a_missing_python_is_reported(checkout: Path, tmp_path: Path) -> None:
     assert not (checkout / ".venv").exists()
 
 
-def test_ci_says_what_is_left_out_for_lack_of_a_tool(checkout: Path, tmp_path: Path) -> None:
+def test_ci_reports_which_tests_a_missing_tool_skips(checkout: Path, tmp_path: Path) -> None:
     """Without permission to install it, a missing tool is no failure."""
     shutil.copytree(SCRIPTS.parent / ".ci", checkout / ".ci")
     programs = tmp_path / "bin"

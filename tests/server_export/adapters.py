@@ -20,7 +20,7 @@ def trained_folder(
     head: Mapping[str, Any] | None = None,
     size: float = 0.2,
 ) -> Path:
-    """An adapter that changes the answers, a lot unless `size` is less."""
+    """Write an adapter that changes the answers, a lot unless `size` is less, and return its folder."""
     adapter = random_adapter(modules, 1, size)
     extra = {"state.json": b"{}", **({"head.safetensors": head} if head else {})}
     write_peft(folder, adapter, template, extra)
@@ -30,7 +30,7 @@ def trained_folder(
 def trained_adapter(
     base: Path, folder: Path, head: Mapping[str, Any] | None = None, size: float = 0.2
 ) -> Path:
-    """The same for the model in `base`, without a bundle."""
+    """Write such an adapter for the model in `base`, without a bundle, and return its folder."""
     from server_export.adapter.initial_adapter import start_adapter
     from server_export.adapter.layers import convert_conv1d
     from server_export.bundle import write_adapter

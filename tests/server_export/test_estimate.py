@@ -22,7 +22,7 @@ from tests.tiny_models import save_model
 
 @pytest.fixture
 def config_folder(tmp_path: Path) -> Path:
-    """A folder with only a configuration."""
+    """Return a folder with only a configuration."""
     model = save_model(tmp_path / "model", "llama")
     folder = tmp_path / "outline"
     folder.mkdir()
@@ -30,10 +30,10 @@ def config_folder(tmp_path: Path) -> Path:
     return folder
 
 
-def report_of(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
+def report_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
     """Return the output of `prge estimate --json`."""
     capsys.readouterr()
-    assert main([*map(str, words), "--json"]) == 0
+    assert main([*map(str, arguments), "--json"]) == 0
     report: dict[str, Any] = json.loads(capsys.readouterr().out)
     return report
 
@@ -41,38 +41,38 @@ def report_of(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, A
 def test_a_configuration_is_enough(config_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--model", str(config_folder), "--tokens", "8"]) == 0
     text = capsys.readouterr().out
-    for words in ("parameters in", "4 rows of 8 tokens", "memory of a run", "anonymous"):
-        assert words in text, words
+    for part in ("parameters in", "4 rows of 8 tokens", "memory of a run", "anonymous"):
+        assert part in text, part
     one = ["--model", str(config_folder), "--tokens", "8", "--estimator", "tangent"]
     assert main(one) == 0
     text = capsys.readouterr().out
-    for words in ("20 forward passes of 8 tokens", "memory of a run", "workspace", "anonymous"):
-        assert words in text, words
+    for part in ("20 forward passes of 8 tokens", "memory of a run", "workspace", "anonymous"):
+        assert part in text, part
 
 
 def test_all_estimators_are_compared_with_all_and_the_fewest_weights_loaded(
     config_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ("--model", config_folder, "--tokens", 8)
-    runs = report_of(capsys, *words)["runs"]
+    arguments = ("--model", config_folder, "--tokens", 8)
+    runs = report_of(capsys, *arguments)["runs"]
     assert [run["estimator"] for run in runs[::2]] == ["exact", "tangent", "antithetic", "fzoo"]
     for whole, bounded in zip(runs[::2], runs[1::2], strict=True):
         assert whole["loaded_bytes"] is None and bounded["loaded_bytes"] > 0
         assert bounded["resident_bytes"] < whole["resident_bytes"]
-        alone = report_of(capsys, *words, "--estimator", whole["estimator"])
+        alone = report_of(capsys, *arguments, "--estimator", whole["estimator"])
         assert alone["run_memory"]["native"]["total_bytes"] == whole["resident_bytes"]
         assert alone["run_memory"]["native"]["anonymous_bytes"] == whole["anonymous_bytes"]
-    assert [run["estimator"] for run in report_of(capsys, *words, "--roles", "tangent")["runs"]] == [
+    assert [run["estimator"] for run in report_of(capsys, *arguments, "--roles", "tangent")["runs"]] == [
         *2 * ["tangent"],
         *2 * ["antithetic"],
         *2 * ["fzoo"],
     ]
     # With only a memory bound, one run is estimated, of the estimator that `prge run` would choose.
-    bounded = report_of(capsys, *words, "--memory", "400MB")
+    bounded = report_of(capsys, *arguments, "--memory", "400MB")
     assert bounded["estimator"] == "exact"
     assert bounded["run_memory"]["native"]["total_bytes"] <= 400_000_000
-    with raises(ConfigError, "memory-too-little", saying="--memory 1 MB") as caught:
-        main([*map(str, words), "--memory", "1MB"])
+    with raises(ConfigError, "memory-too-little", containing="--memory 1 MB") as caught:
+        main([*map(str, arguments), "--memory", "1MB"])
     assert re.search(r"\d+ MB", caught.value.problems[0])
 
 
@@ -103,11 +103,11 @@ def test_a_run_chooses_its_estimator(
 
 
 def test_roles_have_costs_and_are_required(config_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("--model", config_folder, "--estimator", "antithetic")
-    whole, stack = report_of(capsys, *words), report_of(capsys, *words, "--roles", "forward")
+    arguments = ("--model", config_folder, "--estimator", "antithetic")
+    whole, forward_only = report_of(capsys, *arguments), report_of(capsys, *arguments, "--roles", "forward")
     for name in ("programs_bytes", "weights_bytes", "packed_bytes"):
-        assert stack[name] < whole[name], name
-    with raises(ConfigError, "role-missing", saying="tangent"):
+        assert forward_only[name] < whole[name], name
+    with raises(ConfigError, "role-missing", containing="tangent"):
         main(
             [
                 *("--model", str(config_folder)),
@@ -119,11 +119,11 @@ def test_roles_have_costs_and_are_required(config_folder: Path, capsys: pytest.C
 def test_settings_that_an_export_refuses_are_refused(config_folder: Path, tmp_path: Path) -> None:
     with refusal("no-such-model"):
         main(["--model", str(tmp_path / "none")])
-    with raises(ConfigError, "settings-unusable", saying="int3"):
+    with raises(ConfigError, "settings-unusable", containing="int3"):
         main(["--model", str(config_folder), "--quantize", "int3"])
-    with raises(ConfigError, "positions-too-few", saying="100000"):
+    with raises(ConfigError, "positions-too-few", containing="100000"):
         main(["--model", str(config_folder), "--sequence-length", "100000"])
-    with raises(ConfigError, "row-too-long", saying="tokens is 9"):
+    with raises(ConfigError, "row-too-long", containing="tokens is 9"):
         main(["--model", str(config_folder), "--sequence-length", "8", "--tokens", "9"])
 
 
@@ -164,8 +164,8 @@ def test_an_operator_without_a_derivative_is_refused_before_an_export(
     config_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(TABLE, "aten.rsqrt.default")
-    words = ["--model", str(config_folder), "--tokens", "8"]
+    arguments = ["--model", str(config_folder), "--tokens", "8"]
     with refusal("operator-without-derivative") as caught:
-        main(words)
+        main(arguments)
     assert caught.value.operator == "aten.rsqrt.default" and caught.value.module.endswith("layernorm")
-    assert main([*words, "--roles", "forward", "backward"]) == 0
+    assert main([*arguments, "--roles", "forward", "backward"]) == 0

@@ -32,9 +32,11 @@ def llama_folder(made_once: FolderBuilder) -> Path:
 
 @pytest.fixture(scope="session")
 def llama_bundle(llama_folder: Path, made_once: FolderBuilder) -> Path:
-    given = {"quantize": "8da4w", "roles": ["forward", "jvp"], "seed": 5}
-    made = made_once("exported", lambda folder: export(config(llama_folder, folder / "bundle", **given)))
-    return made / "bundle"
+    settings = {"quantize": "8da4w", "roles": ["forward", "jvp"], "seed": 5}
+    folder_of_bundle = made_once(
+        "exported", lambda folder: export(config(llama_folder, folder / "bundle", **settings))
+    )
+    return folder_of_bundle / "bundle"
 
 
 def files(folder: Path) -> list[str]:
@@ -95,7 +97,7 @@ def test_explicit_target_modules_are_not_reported_as_all_layers(
 
 def test_an_existing_folder_is_kept_without_overwrite(llama_bundle: Path, llama_folder: Path) -> None:
     before = (llama_bundle / "manifest.json").read_bytes()
-    with raises(RunError, "folder-exists", saying=str(llama_bundle)):
+    with raises(RunError, "folder-exists", containing=str(llama_bundle)):
         export(config(llama_folder, llama_bundle))
     assert (llama_bundle / "manifest.json").read_bytes() == before
 
@@ -134,8 +136,10 @@ def test_a_decoder_can_be_exported_with_pooled_states(llama_folder: Path, tmp_pa
     assert bundle.chain.is_encoder and bundle.pooling == "mean"
 
 
-def test_rows_that_are_longer_than_the_model_has_positions(llama_folder: Path, tmp_path: Path) -> None:
-    with raises(ConfigError, "positions-too-few", saying="sequence_length is 65"):
+def test_rows_that_are_longer_than_the_model_has_positions_are_refused(
+    llama_folder: Path, tmp_path: Path
+) -> None:
+    with raises(ConfigError, "positions-too-few", containing="sequence_length is 65"):
         export(config(llama_folder, tmp_path / "bundle", sequence_length=65))
     assert list(tmp_path.iterdir()) == []
 
@@ -160,7 +164,7 @@ def test_settings_are_checked_together() -> None:
     ],
 )
 def test_settings_of_another_init_are_refused(changes: dict[str, Any], value: str) -> None:
-    with raises(ConfigError, "settings-unusable", saying=value):
+    with raises(ConfigError, "settings-unusable", containing=value):
         config("llama", **changes)
 
 

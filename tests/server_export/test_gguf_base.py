@@ -44,7 +44,7 @@ def fill(folder: Path) -> None:
 
 @pytest.fixture(scope="session")
 def base_folder(made_once: FolderBuilder) -> Path:
-    """The folder that `fill` writes."""
+    """Return the folder that `fill` writes."""
     return made_once("gguf base", fill)
 
 
@@ -92,7 +92,7 @@ def test_a_published_adapter_names_the_file(base_folder: Path, tmp_path: Path) -
 def test_a_merged_model_is_an_ordinary_folder(base_folder: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    words = [
+    arguments = [
         "--bundle",
         base_folder / "bundle",
         "--model",
@@ -102,7 +102,7 @@ def test_a_merged_model_is_an_ordinary_folder(base_folder: Path, tmp_path: Path)
         "--weights",
         "original",
     ]
-    prge("publish", base_folder / "trained", *words, "--out", tmp_path / "merged")
+    prge("publish", base_folder / "trained", *arguments, "--out", tmp_path / "merged")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     assert merged.dtype is torch.float32
     assert "quantization_config" not in json.loads((tmp_path / "merged/config.json").read_text())
@@ -116,8 +116,8 @@ def test_an_adapter_for_llama_cpp_fits_the_file(base_folder: Path, tmp_path: Pat
     """The file's weights plus the adapter, in the layout of the file, equal the merged weights."""
     import gguf
 
-    words = ["--bundle", base_folder / "bundle", "--model", base_folder / FILE, "--format", "gguf"]
-    prge("publish", base_folder / "trained", *words, "--out", tmp_path / "gguf")
+    arguments = ["--bundle", base_folder / "bundle", "--model", base_folder / FILE, "--format", "gguf"]
+    prge("publish", base_folder / "trained", *arguments, "--out", tmp_path / "gguf")
     assert f'-m "{FILE}" --lora adapter.gguf' in (tmp_path / "gguf/README.md").read_text()
     adapter = {each.name: each.data for each in gguf.GGUFReader(tmp_path / "gguf/adapter.gguf").tensors}
     base = {each.name: each for each in gguf.GGUFReader(base_folder / FILE).tensors}

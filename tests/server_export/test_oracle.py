@@ -35,7 +35,7 @@ MODELS = ["llama", "llama lora", "bert", *second_tier("gpt2", "gemma3", "bert lo
 
 def make_engine(name: str, **settings: Any) -> TorchEngine:
     """Return the engine of a tiny model in double precision, with LoRA-FA or LoRA."""
-    architecture, _, kind = name.partition(" ")
+    architecture, _, adapter = name.partition(" ")
     network = make_model(architecture)
     network.eval().requires_grad_(False)
     convert_conv1d(network)
@@ -44,7 +44,7 @@ def make_engine(name: str, **settings: Any) -> TorchEngine:
         for name in match_target_modules(network, default_target_modules(network))
     }
     modules = tuple(
-        AdaptedModule(name, RANK, layer.in_features, layer.out_features, trains_a=bool(kind))
+        AdaptedModule(name, RANK, layer.in_features, layer.out_features, trains_a=bool(adapter))
         for name, layer in layers.items()
     )
     readout = "logprobs" if architecture in DECODERS or architecture == "mamba" else "pooled"
@@ -60,8 +60,8 @@ def make_call(engine: TorchEngine, copies: int = 1) -> Call:
     random, sequences = np.random.default_rng(0), []
     for length in (5, 11, 1):
         tokens = tuple(random.integers(4, VOCABULARY, length).tolist())
-        places = random.integers(0, length, 3).tolist()
-        targets = tuple(Target(place, int(random.integers(VOCABULARY)), 1.0, 0) for place in places)
+        positions = random.integers(0, length, 3).tolist()
+        targets = tuple(Target(position, int(random.integers(VOCABULARY)), 1.0, 0) for position in positions)
         sequences.append(TokenSequence(tokens, () if engine.model.is_encoder else targets))
     size = copies, adapter_size(engine.model.modules)
     return Call(tuple(sequences), 0.3 * random.standard_normal(size, np.float32))
@@ -80,9 +80,9 @@ def make_directions(engine: TorchEngine, queries: int, sequences: int) -> Mappin
 def test_outputs_of_every_copy_equal_pefts(name: str) -> None:
     engine = make_engine(name)
     call, names = make_call(engine, copies=2), [module.name for module in engine.model.modules]
-    found = engine.forward(call)
+    actual = engine.forward(call)
     inject_adapter_in_model(LoraConfig(r=RANK, lora_alpha=RANK, target_modules=names), engine.network)
-    for outputs, values in zip(found, call.adapters, strict=True):
+    for outputs, values in zip(actual, call.adapters, strict=True):
         trained = split_adapter_values(engine.model.modules, torch.from_numpy(values).double())
         for layer in names:
             adapted: Any = engine.network.get_submodule(layer)
@@ -100,7 +100,7 @@ def test_directional_derivatives_are_limits_of_differences(name: str) -> None:
     engine = make_engine(name)
     call, epsilon = make_call(engine), 1e-5
     directions = make_directions(engine, 2, len(call.sequences))
-    outputs, found = engine.jvp(call, directions)
+    outputs, actual = engine.jvp(call, directions)
     np.testing.assert_allclose(outputs, engine.forward(call)[0], atol=1e-12)
     start = 0
     for number, sequence in enumerate(call.sequences):
@@ -111,7 +111,7 @@ def test_directional_derivatives_are_limits_of_differences(name: str) -> None:
             values = torch.from_numpy(call.adapters[0]).double()
             above, below = (engine.outputs([sequence], values + sign * step) for sign in (1, -1))
             expected = ((above - below) / (2 * epsilon)).numpy()
-            np.testing.assert_allclose(found[query, start:end], expected, atol=1e-6, rtol=1e-5)
+            np.testing.assert_allclose(actual[query, start:end], expected, atol=1e-6, rtol=1e-5)
         start = end
 
 
@@ -121,8 +121,8 @@ def test_the_gradient_along_a_direction_is_the_derivative_along_it(name: str) ->
     call = replace(make_call(engine), sequences=make_call(engine).sequences[1:2])
     directions = make_directions(engine, 1, 1)
     outputs, changes = engine.jvp(call, directions)
-    found, gradient = engine.vjp(call, np.cos)
-    np.testing.assert_allclose(found, outputs)
+    actual, gradient = engine.vjp(call, np.cos)
+    np.testing.assert_allclose(actual, outputs)
     along = direction_values(engine.model.modules, directions, 0, 0)
     assert float(gradient @ along) == pytest.approx(float((np.cos(outputs) * changes[0]).sum()), rel=1e-5)
 
@@ -131,8 +131,8 @@ def test_the_gradient_along_a_direction_is_the_derivative_along_it(name: str) ->
 def test_padding_changes_nothing(name: str) -> None:
     alone, padded = make_engine(name), make_engine(name, padding=1)
     call = make_call(alone)
-    (expected, gradient), (found, other) = (engine.vjp(call, np.cos) for engine in (alone, padded))
-    np.testing.assert_allclose(found, expected, atol=1e-12)
+    (expected, gradient), (actual, other) = (engine.vjp(call, np.cos) for engine in (alone, padded))
+    np.testing.assert_allclose(actual, expected, atol=1e-12)
     np.testing.assert_allclose(other, gradient, atol=1e-10)
 
 
@@ -140,9 +140,9 @@ def test_each_row_may_have_its_own_adapter() -> None:
     engine = make_engine("llama lora")
     values = torch.from_numpy(make_call(engine, copies=3).adapters).double()
     tokens = torch.arange(4, 16).reshape(3, 4)
-    found = engine.logits(tokens, values)
+    actual = engine.logits(tokens, values)
     alone = torch.cat([engine.logits(*pair) for pair in zip(tokens.split(1), values, strict=True)])
-    torch.testing.assert_close(found, alone)
+    torch.testing.assert_close(actual, alone)
 
 
 def test_a_non_finite_output_makes_the_whole_gradient_nan() -> None:
@@ -160,7 +160,7 @@ def test_a_gradient_of_another_shape_is_refused() -> None:
         engine.vjp(make_call(engine), np.sum)
 
 
-def test_a_session_trains_it_as_torch_would(tmp_path: Path) -> None:
+def test_a_session_trains_the_engine_like_torch(tmp_path: Path) -> None:
     """prge's loop, loss, estimator and optimizer equal autograd and PyTorch's Adam."""
     engine, rows = make_engine("llama").to(torch.float32), bigram_completions(8)
     recipe = Recipe(

@@ -26,8 +26,8 @@ def test_a_bar_moves_on_a_terminal_and_leaves_the_time(monkeypatch: pytest.Monke
             done()
         time.sleep(0.05)
         note("two kinds")
-    *drawn, last = lines(terminal.getvalue())
-    bars = [line.count("#") for line in drawn]
+    *updates, last = lines(terminal.getvalue())
+    bars = [line.count("#") for line in updates]
     assert bars == sorted(bars) and len(set(bars)) == 5 and max(bars) == 24
     assert last.startswith("lowering") and last.endswith("s  two kinds\n") and "#" not in last
 

@@ -43,26 +43,30 @@ def fill(folder: Path) -> None:
         base = save_model(folder / architecture, architecture)
         trained_adapter(base, folder / f"{architecture}-trained", HEAD if architecture == "bert" else None)
     settings = {"roles": ["forward"], "rank": RANK, "sequence_length": LENGTH, "chat_template": "plain"}
-    made: dict[str, Any] = {**settings, "model": str(folder / "llama"), "out": folder / "bundle"}
-    bundle = open_bundle(export(ExportConfig(**made)))
+    settings_of_export: dict[str, Any] = {
+        **settings,
+        "model": str(folder / "llama"),
+        "out": folder / "bundle",
+    }
+    bundle = open_bundle(export(ExportConfig(**settings_of_export)))
     trained_folder(folder / "trained", bundle.chain.modules, bundle.adapter)
 
 
 @pytest.fixture(scope="session")
 def saved(made_once: FolderBuilder) -> Path:
-    """Folders `llama`, `gpt2` and `bert` with base models, and `llama-trained` etc. with their adapters."""
+    """Return a folder with models `llama`, `gpt2` and `bert`, and adapters `llama-trained` etc."""
     return made_once("publish", fill)
 
 
 @pytest.fixture(scope="session")
 def bundle(saved: Path) -> Bundle:
-    """A bundle of the tiny Llama with a chat template, which the model itself lacks."""
+    """Return a bundle of the tiny Llama with a chat template, which the model itself lacks."""
     return open_bundle(saved / "bundle")
 
 
 @pytest.fixture(scope="session")
 def trained(saved: Path) -> Path:
-    """The folder of a trained adapter of the bundle."""
+    """Return the folder of a trained adapter of the bundle."""
     return saved / "trained"
 
 
@@ -203,8 +207,8 @@ def test_a_decoder_is_published_as_llm_and_not_as_program(saved: Path, tmp_path:
     assert not (tmp_path / "out").exists()
 
 
-def refused(error: type[PrgeError], code: str, saying: str = "", **settings: Any) -> Any:
-    with raises(error, code, saying=saying) as caught:
+def refused(error: type[PrgeError], code: str, containing: str = "", **settings: Any) -> Any:
+    with raises(error, code, containing=containing) as caught:
         publish(PublishConfig(**settings))
     assert caught.value.remedy or isinstance(caught.value, ConfigError)
     return caught.value
@@ -314,18 +318,18 @@ def test_targets_of_links_are_not_published(bundle: Bundle, trained: Path, tmp_p
     folder = tmp_path / "theirs"
     shutil.copytree(trained, folder)
     (folder / "chat_template.jinja").symlink_to(tmp_path / "secret")
-    with raises(RunError, "link-outside", saying="chat_template.jinja"):
+    with raises(RunError, "link-outside", containing="chat_template.jinja"):
         publish(PublishConfig(folder, tmp_path / "out", bundle=bundle.folder))
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("words", [[], ["--model", "me/llama"]])
+@pytest.mark.parametrize("arguments", [[], ["--model", "me/llama"]])
 def test_a_hub_id_is_loaded_at_the_recorded_commit(
     saved: Path,
     bundle: Bundle,
     trained: Path,
     tmp_path: Path,
-    words: list[str],
+    arguments: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     give_environment(monkeypatch, HF_HUB_CACHE=str(tmp_path / "hub"), HF_HUB_OFFLINE="1")
@@ -340,7 +344,7 @@ def test_a_hub_id_is_loaded_at_the_recorded_commit(
     manifest["model"] |= {"name_or_path": "me/llama", "revision": commit, "sha256": None}
     write_manifest(tmp_path / "bundle", manifest)
     for form in ("peft", "merged"):
-        command = ["publish", trained, "--bundle", "bundle", "--out", form, "--format", form, *words]
+        command = ["publish", trained, "--bundle", "bundle", "--out", form, "--format", form, *arguments]
         prge(*command, cwd=tmp_path)
         assert "base_model: me/llama\n" in (tmp_path / form / "README.md").read_text().split("---")[1]
     assert json.loads((tmp_path / "peft/adapter_config.json").read_text())["revision"] == commit
@@ -374,13 +378,13 @@ def test_nothing_is_replaced_without_overwrite(bundle: Bundle, trained: Path, tm
     settings = PublishConfig(trained, tmp_path / "out", bundle.folder)
     publish(settings)
     before = sorted((tmp_path / "out").iterdir())
-    with raises(RunError, "folder-exists", saying=str(tmp_path / "out")):
+    with raises(RunError, "folder-exists", containing=str(tmp_path / "out")):
         publish(settings)
     publish(replace(settings, overwrite=True))
     assert sorted((tmp_path / "out").iterdir()) == before
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious/letter.txt").write_text("x")
-    with raises(RunError, "out-not-published", saying=str(tmp_path / "precious")):
+    with raises(RunError, "out-not-published", containing=str(tmp_path / "precious")):
         publish(replace(settings, out=tmp_path / "precious", overwrite=True))
     assert (tmp_path / "precious/letter.txt").exists()
 
@@ -398,7 +402,7 @@ def test_a_full_disk_leaves_nothing(saved: Path, small_disk: Callable[[str], Pat
     assert list(disk.iterdir()) == []
 
 
-def test_the_output_must_be_apart_from_the_inputs(bundle: Bundle, trained: Path, tmp_path: Path) -> None:
+def test_the_output_must_be_outside_of_the_inputs(bundle: Bundle, trained: Path, tmp_path: Path) -> None:
     run_folder = make_run(tmp_path / "run", bundle, trained)
     for out in (run_folder, run_folder / "final", run_folder / "final/sub", bundle.folder / "x", tmp_path):
         refused(RunError, "out-within-input", source=run_folder, out=out, overwrite=True)
@@ -413,7 +417,7 @@ def test_settings_of_another_format_are_refused() -> None:
 
 @pytest.fixture(scope="session")
 def rounded(made_once: FolderBuilder) -> Path:
-    """For each architecture: a model with tied embeddings, its int4 bundle, and an adapter of the bundle."""
+    """Return a folder with a model with tied embeddings, its int4 bundle and an adapter per architecture."""
 
     def fill(folder: Path) -> None:
         from server_export.export import ExportConfig, export
@@ -444,19 +448,19 @@ def constants_of(export_again: Callable[[], object], monkeypatch: pytest.MonkeyP
     """Return the weights f32 whose codes an export writes, by the bytes of their shape and values."""
     from server_export.quantize.frozen import FrozenTensors, codes_name, scale_name
 
-    found: list[Any] = []
+    weights: list[Any] = []
     tensors = FrozenTensors.tensors
 
     def record_tensors(self: Any, *given: Any) -> Any:
-        made = dict(tensors(self, *given))
-        for codes, scale in ((made[codes_name(name)], made[scale_name(name)]) for name in self.layers):
+        named = dict(tensors(self, *given))
+        for codes, scale in ((named[codes_name(name)], named[scale_name(name)]) for name in self.layers):
             groups = codes.float().view(*scale.shape, -1) * scale.float().unsqueeze(2)
-            found.append(groups.view(codes.shape))
-        return iter(made.items())
+            weights.append(groups.view(codes.shape))
+        return iter(named.items())
 
     monkeypatch.setattr(FrozenTensors, "tensors", record_tensors)
     export_again()
-    return {str(tuple(each.shape)).encode() + each.numpy().tobytes(): each for each in found}
+    return {str(tuple(each.shape)).encode() + each.numpy().tobytes(): each for each in weights}
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
@@ -514,32 +518,32 @@ def test_a_merged_model_has_the_weights_of_the_training(
         assert "rounded to 8da4w" in card
         assert ("original weights, with which answers can differ" in card) == (weights == "original")
         assert ("rounded in the engine alone" in " ".join(card.split())) == (weights == "trained")
-    distances = {name: float(np.abs(found - expected).max()) for name, found in scores.items()}
+    distances = {name: float(np.abs(actual - expected).max()) for name, actual in scores.items()}
     assert distances["trained"] < 0.02 and distances["trained"] < distances["original"] / 2
 
 
 def test_unquantized_weights_are_merged_unchanged(
     bundle: Bundle, trained: Path, saved: Path, tmp_path: Path
 ) -> None:
-    given: dict[str, Any] = {"model": str(saved / "llama"), "bundle": bundle.folder, "format": "merged"}
+    settings: dict[str, Any] = {"model": str(saved / "llama"), "bundle": bundle.folder, "format": "merged"}
     folders = [
-        publish(PublishConfig(trained, tmp_path / weights, weights=weights, **given))  # type: ignore[arg-type]
+        publish(PublishConfig(trained, tmp_path / weights, weights=weights, **settings))  # type: ignore[arg-type]
         for weights in ("trained", "original")
     ]
     assert len({file_sha256(folder / "model.safetensors") for folder in folders}) == 1
     assert "rounded" not in (folders[0] / "README.md").read_text()
-    with raises(ConfigError, "settings-unusable", saying="weights is for the format merged"):
+    with raises(ConfigError, "settings-unusable", containing="weights is for the format merged"):
         PublishConfig(trained, tmp_path / "peft", weights="original")
 
 
 def test_a_published_adapter_names_a_base_model_that_loads(
     bundle: Bundle, trained: Path, saved: Path, tmp_path: Path
 ) -> None:
-    """By its path and the hash of its content; an adapter for the Hub names no path."""
+    """The adapter names the base model by path and hash; an adapter for the Hub names no path."""
     from peft import AutoPeftModelForCausalLM
 
-    given: dict[str, Any] = {"model": str(saved / "llama"), "bundle": bundle.folder}
-    folder = publish(PublishConfig(trained, tmp_path / "peft", **given))
+    settings: dict[str, Any] = {"model": str(saved / "llama"), "bundle": bundle.folder}
+    folder = publish(PublishConfig(trained, tmp_path / "peft", **settings))
     model = AutoPeftModelForCausalLM.from_pretrained(str(folder)).eval()
     adapter = read_lora(trained)
     for name, lora_b in adapter.lora_b.items():
@@ -552,7 +556,7 @@ def test_a_published_adapter_names_a_base_model_that_loads(
     again = publish(PublishConfig(folder, tmp_path / "again", bundle=bundle.folder))
     assert (again / "adapter_config.json").read_bytes() == (folder / "adapter_config.json").read_bytes()
     # An adapter for the Hub names no path.
-    pushed = publish(PublishConfig(trained, tmp_path / "pushed", **given, push="me/adapter"))
+    pushed = publish(PublishConfig(trained, tmp_path / "pushed", **settings, push="me/adapter"))
     name = json.loads((pushed / "adapter_config.json").read_text())["base_model_name_or_path"]
     assert name == f"llama@{config['revision']}"
     assert not any(str(saved).encode() in path.read_bytes() for path in pushed.iterdir())

@@ -76,9 +76,9 @@ class LocalArchive:
     def _stanza(self, path: Path) -> str:
         control = _call("dpkg-deb", "--field", path)
         content = path.read_bytes()
-        where = path.relative_to(self.folder)
+        relative = path.relative_to(self.folder)
         digest = hashlib.sha256(content).hexdigest()
-        return f"{control}Filename: {where}\nSize: {len(content)}\nSHA256: {digest}\n"
+        return f"{control}Filename: {relative}\nSize: {len(content)}\nSHA256: {digest}\n"
 
 
 @contextmanager
@@ -98,7 +98,7 @@ def local_archive(folder: Path) -> Iterator[LocalArchive]:
         shutil.rmtree(home, ignore_errors=True)
 
 
-def _call(*words: object) -> str:
-    done = subprocess.run([str(word) for word in words], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{words}: {done.stderr}"
+def _call(*arguments: object) -> str:
+    done = subprocess.run([str(word) for word in arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{arguments}: {done.stderr}"
     return done.stdout

@@ -26,7 +26,7 @@ DEMO = REPOSITORY / "server_export" / "demo_data"
 
 @pytest.fixture(scope="session")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    """Debian's adbd for this machine; skips if a tool is missing."""
+    """Yield Debian's adbd for this machine; skips if a tool is missing."""
     if reason := lacking_for_network() or lacking_for_packages():
         pytest.skip(reason)
     files = adbd_folder(tmp_path_factory.mktemp("adbd"), default_cache())
@@ -41,7 +41,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 
 @pytest.fixture(scope="session")
 def runtime(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A runtime for this machine, with the newest packages."""
+    """Return a runtime for this machine, with the newest packages."""
     return built_runtime(tmp_path_factory, fleet=False)
 
 
@@ -64,7 +64,7 @@ def need_packages() -> None:
 
 @pytest.fixture(scope="session")
 def phone(daemon: Daemon, runtime: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """prge's folder on the device, with the runtime; its name needs careful quoting."""
+    """Yield prge's folder on the device, with the runtime; its name needs careful quoting."""
     folder = tmp_path_factory.mktemp("device") / 'it\'s "a phone" & more'
     daemon.prge("push", runtime, "--folder", folder)
     yield folder
@@ -72,8 +72,8 @@ def phone(daemon: Daemon, runtime: Path, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture(scope="session")
-def stack_bundle(made_once: FolderBuilder) -> Path:
-    """A bundle of the demo's model for forward passes of copies and for generation."""
+def forward_bundle(made_once: FolderBuilder) -> Path:
+    """Return a bundle of the demo's model for forward passes of copies and for generation."""
 
     def fill(folder: Path) -> None:
         prge(
@@ -81,14 +81,14 @@ def stack_bundle(made_once: FolderBuilder) -> Path:
             "--roles", "forward", "prefill", "decode", "--sequence-length", 32,
         )  # fmt: skip
 
-    return made_once("demo stack that writes", fill) / "my bundle"
+    return made_once("demo forward bundle", fill) / "my bundle"
 
 
 @pytest.fixture
-def run_words(phone: Path, stack_bundle: Path) -> list[object]:
-    """Arguments of a short `prge android run`, without its name."""
+def run_arguments(phone: Path, forward_bundle: Path) -> list[object]:
+    """Return arguments of a short `prge android run`, without its name."""
     return [
-        "--folder", phone, "--bundle", stack_bundle, "--train", DEMO / "train.jsonl", "--dev",
+        "--folder", phone, "--bundle", forward_bundle, "--train", DEMO / "train.jsonl", "--dev",
         DEMO / "dev.jsonl", "--dev-limit", 20, "--task", DEMO / "task.yaml", "--steps", 20, "--threads", 1,
         "--queries", 2, "--batch-size", 2,
         "--eval-steps", 10, "--select", "loss", "--save-steps", 10, "--learning-rate", 0.01,

@@ -96,34 +96,34 @@ class Network:
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         self._holders.append(holder)
-        words = ["nsenter", "--target", str(holder.pid), *enter, "--net"]
+        command = ["nsenter", "--target", str(holder.pid), *enter, "--net"]
         outside = subprocess.run([*within, *_NAMESPACE], capture_output=True, check=True).stdout
         for _ in range(100):
             time.sleep(0.02)
             if holder.poll() is not None:
                 break
             # Until the holder has entered its namespace, commands would run in another one.
-            inside = subprocess.run([*words, *_NAMESPACE], capture_output=True, check=False)
+            inside = subprocess.run([*command, *_NAMESPACE], capture_output=True, check=False)
             if inside.returncode == 0 and inside.stdout != outside:
-                self._set_up(words, "link set lo up")
-                return words
+                self._set_up(command, "link set lo up")
+                return command
         raise AssertionError("a namespace of networks was not entered")
 
-    def _set_up(self, host: Sequence[str], words: str) -> None:
-        done = subprocess.run([*host, "ip", *words.split()], capture_output=True, text=True, check=False)
-        assert done.returncode == 0, f"ip {words}: {done.stderr.strip()}"
+    def _set_up(self, host: Sequence[str], arguments: str) -> None:
+        done = subprocess.run([*host, "ip", *arguments.split()], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"ip {arguments}: {done.stderr.strip()}"
 
-    def run(self, words: Sequence[object], **options: object) -> subprocess.CompletedProcess[str]:
+    def run(self, command: Sequence[object], **options: object) -> subprocess.CompletedProcess[str]:
         """Run a command on the computer."""
-        command = [*self.computer, *map(str, words)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, **options)  # type: ignore[call-overload, no-any-return]
+        arguments = [*self.computer, *map(str, command)]
+        return subprocess.run(arguments, capture_output=True, text=True, timeout=SECONDS, **options)  # type: ignore[call-overload, no-any-return]
 
     def start(
-        self, words: Sequence[object], on_phone: bool = False, **options: object
+        self, command: Sequence[object], on_phone: bool = False, **options: object
     ) -> subprocess.Popen[bytes]:
         """Start a command on the computer or the phone, and return its process, which replaces nsenter."""
         host = self._phone if on_phone else self.computer
-        return subprocess.Popen([*host, *map(str, words)], **options)  # type: ignore[call-overload, no-any-return]
+        return subprocess.Popen([*host, *map(str, command)], **options)  # type: ignore[call-overload, no-any-return]
 
     def close(self) -> None:
         """Remove both hosts."""
@@ -167,26 +167,26 @@ class Daemon:
             self.process.wait()
             self.process = None
 
-    def adb(self, *words: object) -> subprocess.CompletedProcess[str]:
+    def adb(self, *arguments: object) -> subprocess.CompletedProcess[str]:
         """Call adb itself."""
-        return self.network.run(["adb", *words], env=self.environment)
+        return self.network.run(["adb", *arguments], env=self.environment)
 
-    def prge(self, *words: object, check: int | None = 0) -> subprocess.CompletedProcess[str]:
+    def prge(self, *arguments: object, check: int | None = 0) -> subprocess.CompletedProcess[str]:
         """Run `prge android` as a user would; `check` is the expected exit code, None for any."""
         done = self.network.run(
-            [sys.executable, "-m", "prge.cli.main", "android", *words], env=self.environment
+            [sys.executable, "-m", "prge.cli.main", "android", *arguments], env=self.environment
         )
         if check is not None and done.returncode != check:
             raise AssertionError(
-                f"prge android {words} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
+                f"prge android {arguments} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
             )
         return done
 
     def ask(self, port: int, path: str, key: str = "", body: Any = None) -> tuple[int, Any]:
         """Send an HTTP request on the computer, and return status and body; status 0 if nobody listens."""
         text = "" if body is None else json.dumps(body)
-        words = [f"http://127.0.0.1:{port}{path}", key, text]
-        status, _, content = self.network.run([sys.executable, "-c", _ASK, *words]).stdout.partition(" ")
+        arguments = [f"http://127.0.0.1:{port}{path}", key, text]
+        status, _, content = self.network.run([sys.executable, "-c", _ASK, *arguments]).stdout.partition(" ")
         return int(status), json.loads(content) if content.startswith("{") else content
 
     def close(self) -> None:

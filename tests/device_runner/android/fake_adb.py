@@ -64,11 +64,11 @@ class FakePhone:
         return run
 
     def prge(
-        self, verb: str, *words: object, stdin: str = "", code: int = 0
+        self, verb: str, *arguments: object, stdin: str = "", code: int = 0
     ) -> subprocess.CompletedProcess[str]:
         """Run `prge android VERB` with a standard input, and check its exit code."""
         environment = {"PRGE_ADB": str(self.adb), "OMP_NUM_THREADS": "1", "ANDROID_SERIAL": "fake"}
         with mock.patch.dict(os.environ, environment):
-            done = prge("android", verb, *words, "--folder", self.folder, check=False, input=stdin)
+            done = prge("android", verb, *arguments, "--folder", self.folder, check=False, input=stdin)
         assert done.returncode == code, done.stdout + done.stderr
         return done

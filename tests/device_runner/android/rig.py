@@ -42,8 +42,8 @@ from tests.device_runner.android.fleet_of_one import train_fleet_of_one
 DEMO = REPOSITORY / "server_export" / "demo_data"
 SHELL_USER = 2000
 FLEET_FOLDER = "/data/local/tmp/fleet"
-MOST_MEGABYTES = 140
-MOST_DIFFERENCE = 1e-4
+MAX_MEGABYTES = 140
+MAX_DIFFERENCE = 1e-4
 STEPS = 8
 SERVED_PORT = 8123
 _LOADER = "ld-linux-aarch64.so.1"
@@ -155,9 +155,9 @@ def _examine(work: Path) -> dict[str, object]:
     figures |= {"bundle_mb": round(runtime.megabytes, 1), "bundle_reproducible": runtime.tree == again.tree}
     figures["fleet_bundle_mb"] = round(fleet.megabytes, 1)
     checks = [
-        runtime.megabytes <= MOST_MEGABYTES,
+        runtime.megabytes <= MAX_MEGABYTES,
         runtime.tree == again.tree,
-        figures["max_scalar_difference"] <= MOST_DIFFERENCE,  # type: ignore[operator]
+        figures["max_projected_gradient_difference"] <= MAX_DIFFERENCE,  # type: ignore[operator]
         figures["max_adapter_difference"] <= 0.05 * figures["largest_adapter_value"],  # type: ignore[operator]
         figures["published"],
         figures["paused_while_hot"],
@@ -177,7 +177,7 @@ def _here(work: Path) -> tuple[Path, Path]:
         "export", "--model", DEMO / "model", "--out", bundle, "--target-modules", "o_proj", "down_proj",
         "--sequence-length", 32, "--roles", "forward", "prefill", "decode",
     )  # fmt: skip
-    _prge("run", *_run_words(bundle), "--out", run, "--quiet")
+    _prge("run", *_run_arguments(bundle), "--out", run, "--quiet")
     return bundle, run
 
 
@@ -189,13 +189,13 @@ def _there(rig: Rig, runtime: Runtime, bundle: Path, here: Path, work: Path) -> 
     output = rig.prge("doctor").stdout
     print(output, file=sys.stderr)
     _log("run, as user 2000 under emulation")
-    rig.prge("run", *_run_words(bundle), "--out", "there", "--wait")
+    rig.prge("run", *_run_arguments(bundle), "--out", "there", "--wait")
     there = work / "there"
     rig.prge("pull", "there", "--out", there)
     loose = [path for path in (rig.phone_folder / "prge").glob("*/") if path.stat().st_mode & 0o077]
     assert not loose, f"others get into {loose}"
     _log("run, killed and resumed")
-    rig.prge("run", *_run_words(bundle), "--out", "killed")
+    rig.prge("run", *_run_arguments(bundle), "--out", "killed")
     journal = rig.phone_folder / "prge" / "runs" / "killed" / "journal.jsonl"
     _until(lambda: journal.is_file() and journal.read_bytes().count(b'"type":"step"') >= 2, "no steps")
     rig.prge("stop", "killed", "--now")
@@ -209,7 +209,7 @@ def _there(rig: Rig, runtime: Runtime, bundle: Path, here: Path, work: Path) -> 
     local, remote = (read_peft(find_adapter(run), opened.chain.modules).values for run in (here, there))
     return {
         "steps": STEPS,
-        "max_scalar_difference": _scalar_difference(here, there),
+        "max_projected_gradient_difference": _gradient_difference(here, there),
         "max_adapter_difference": float(np.abs(local - remote).max()),
         "largest_adapter_value": float(np.abs(local).max()),
         "paused_while_hot": paused,
@@ -223,14 +223,14 @@ def _there(rig: Rig, runtime: Runtime, bundle: Path, here: Path, work: Path) -> 
 
 
 def _joins(rig: Rig, runtime: Runtime, bundle: Path, work: Path) -> bool:
-    """Whether the phone can join a fleet, with Flower under emulation."""
+    """Return whether the phone can join a fleet, with Flower under emulation."""
     _log("push a runtime with Flower, join a fleet")
     rig.prge("push", runtime.folder, "--folder", FLEET_FOLDER)
     return train_fleet_of_one(rig, FLEET_FOLDER, bundle, work, 240).count(": 1 answers, loss 0.") == 2
 
 
 def _serves(rig: Rig, bundle: Path) -> bool:
-    """Whether a server answers through the cable, restarts after a kill, and survives the end of adbd."""
+    """Return whether a server answers through the cable and survives a kill and the end of adbd."""
     _log("a server, killed on the phone, and adb's daemon killed")
     serve = ["serve", "--bundle", bundle, "--port", SERVED_PORT, "--threads", 1, "--memory", "400MB"]
     output = rig.prge(*serve).stdout
@@ -258,30 +258,32 @@ def _serves(rig: Rig, bundle: Path) -> bool:
 
 
 def _benches(rig: Rig, work: Path) -> dict[str, bool]:
-    """Whether every trial of `prge android bench` has its figures, for tiny models."""
+    """Return whether every trial of `prge android bench` has its figures, for tiny models."""
     _log("bench")
     path = work / "bench.json"
-    words = ["--tiny", "--steps", 2, "--threads", 1, "--start-below-celsius", 60, "--cache", work / "bundles"]
+    arguments = [
+        "--tiny", "--steps", 2, "--threads", 1, "--start-below-celsius", 60, "--cache", work / "bundles",
+    ]  # fmt: skip
     for name in TRIALS:
-        rig.prge("bench", name, *words, "--json", path, check=None)
+        rig.prge("bench", name, *arguments, "--json", path, check=None)
     results = json.loads(path.read_text())
     assert rig.environment["ANDROID_SERIAL"] not in path.read_text(), "the file names the phone"
     print(json.dumps(results["trials"], indent=1), file=sys.stderr)
-    wanted = ("anonymous_mb", "peak_rss_mb", "watts", "seconds")
+    measured = ("anonymous_mb", "peak_rss_mb", "watts", "seconds")
     trials: dict[str, dict[str, float]] = {name: results["trials"].get(name, {}) for name in TRIALS}
     return {
         name: any(trial.get(each, 0) > 0 for each in ("seconds_a_step", "tokens_a_second"))
-        and all(trial[each] > 0 for each in wanted)
+        and all(trial[each] > 0 for each in measured)
         for name, trial in trials.items()
     }
 
 
 def _pauses(rig: Rig, bundle: Path) -> bool:
-    """Whether a run pauses while the phone is hot, logs the reason, and continues by itself."""
+    """Return whether a run pauses while the phone is hot, logs the reason, and continues by itself."""
     zone = rig.kernel / "sys/class/thermal/thermal_zone0/temp"
     run = rig.phone_folder / "prge" / "runs" / "hot"
     zone.write_text("47000\n")
-    rig.prge("run", *_run_words(bundle), "--when", "cool:45,battery:30,0-24", "--out", "hot")
+    rig.prge("run", *_run_arguments(bundle), "--when", "cool:45,battery:30,0-24", "--out", "hot")
     log = run / "log.txt"
     _until(lambda: log.is_file() and "paused, too hot: 47.0" in log.read_text(), "no pause in the log")
     waited = b'"type":"step"' not in (run / "journal.jsonl").read_bytes()
@@ -290,21 +292,21 @@ def _pauses(rig: Rig, bundle: Path) -> bool:
     return waited and "completed" in output and "resuming after a pause" in log.read_text()
 
 
-def _until(over: Callable[[], bool], problem: str, seconds: float = 120) -> None:
+def _until(is_over: Callable[[], bool], problem: str, seconds: float = 120) -> None:
     deadline = time.monotonic() + seconds
-    while not over():
+    while not is_over():
         assert time.monotonic() < deadline, f"{problem} after {seconds:.0f} seconds"
         time.sleep(0.05)
 
 
-def _run_words(bundle: Path) -> list[object]:
+def _run_arguments(bundle: Path) -> list[object]:
     return [
         "--bundle", bundle, "--train", DEMO / "train.jsonl", "--task", DEMO / "task.yaml", "--steps", STEPS,
         "--threads", 1, "--learning-rate", 0.001, "--optimizer", "sgd",
     ]  # fmt: skip
 
 
-def _scalar_difference(here: Path, there: Path) -> float:
+def _gradient_difference(here: Path, there: Path) -> float:
     """Return the largest difference of projected gradients between two runs.
 
     Raises:
@@ -384,11 +386,14 @@ def _make_kernel(folder: Path) -> None:
     (folder / "cpuinfo").write_text(f"{blocks}Hardware : test\n")
 
 
-def _prge(*words: object) -> None:
+def _prge(*arguments: object) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "prge.cli.main", *map(str, words)], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "prge.cli.main", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    assert done.returncode == 0, f"prge {words[0]}: {done.stderr}"
+    assert done.returncode == 0, f"prge {arguments[0]}: {done.stderr}"
 
 
 def _log(text: str) -> None:

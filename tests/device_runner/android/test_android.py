@@ -83,7 +83,7 @@ def test_exit_codes_and_output_arrive(daemon: Daemon) -> None:
 
 
 @pytest.mark.whole
-def test_which_device(daemon: Daemon) -> None:
+def test_the_device_is_selected_by_its_serial(daemon: Daemon) -> None:
     environment = dict(daemon.environment)
     other = daemon.prge("status", "--serial", "nobody", check=2).stderr
     assert f"There is no device nobody. Connected devices: {SERIAL}" in other
@@ -113,24 +113,24 @@ def test_doctor(daemon: Daemon, phone: Path) -> None:
 
 
 @pytest.mark.whole
-def test_push_sends_what_differs(daemon: Daemon, phone: Path, runtime: Path) -> None:
-    words = ["push", runtime, "--folder", phone]
-    assert "0 files sent" in daemon.prge(*words).stdout
+def test_push_sends_only_changed_files(daemon: Daemon, phone: Path, runtime: Path) -> None:
+    arguments = ["push", runtime, "--folder", phone]
+    assert "0 files sent" in daemon.prge(*arguments).stdout
     (phone / "runtime" / "run.sh").write_text("damaged")
     (phone / "runtime" / "foreign file").write_text("x")
-    assert "1 files sent" in daemon.prge(*words, "--check").stdout
+    assert "1 files sent" in daemon.prge(*arguments, "--check").stdout
     assert not (phone / "runtime" / "foreign file").exists()
     assert (phone / "runtime" / "run.sh").read_bytes() == (runtime / "run.sh").read_bytes()
 
 
 @pytest.mark.whole
 def test_a_run_with_a_difficult_name(
-    daemon: Daemon, phone: Path, run_words: list[object], stack_bundle: Path, tmp_path: Path
+    daemon: Daemon, phone: Path, run_arguments: list[object], forward_bundle: Path, tmp_path: Path
 ) -> None:
     name = 'it\'s "mine" & $(yours)'
-    done = daemon.prge("run", *run_words, "--out", name, "--wait")
+    done = daemon.prge("run", *run_arguments, "--out", name, "--wait")
     assert "step 20 of 20" in done.stdout and "completed" in done.stdout
-    again = daemon.prge("run", *run_words, "--out", name, check=2).stderr
+    again = daemon.prge("run", *run_arguments, "--out", name, check=2).stderr
     assert "already has a run" in again and "--resume" in again
     out = tmp_path / "pulled run"
     daemon.prge("pull", name, "--out", out, "--folder", phone)
@@ -140,7 +140,7 @@ def test_a_run_with_a_difficult_name(
         "log.txt", "run.lock",
     }  # fmt: skip
     assert all((out / name).read_bytes() == (there / name).read_bytes() for name in names)
-    bundle = open_bundle(stack_bundle)
+    bundle = open_bundle(forward_bundle)
     assert read_peft(find_adapter(out), bundle.chain.modules).values.any()
     # No pulled file shows rows, except the log, which is pulled on request.
     first = json.loads((DEMO / "train.jsonl").read_text().splitlines()[0])
@@ -155,27 +155,29 @@ def test_a_run_with_a_difficult_name(
     score, rows = tmp_path / "score.json", ["--task", DEMO / "task.yaml", "--data", DEMO / "dev.jsonl"]
     daemon.prge("eval", name, *rows, "--limit", 20, "--threads", 1, "--json", score, "--folder", phone)
     assert json.loads(score.read_text())["examples"] == 20
-    words = ["--prompt", "it's $HOME", "--max-tokens", 2, "--threads", 1, "--folder", phone]
-    generated = daemon.prge("generate", name, "base", *words)
+    arguments = ["--prompt", "it's $HOME", "--max-tokens", 2, "--threads", 1, "--folder", phone]
+    generated = daemon.prge("generate", name, "base", *arguments)
     assert f"--- 1, {name}\n" in generated.stdout and "--- 1, base\n" in generated.stdout
     assert not [*(phone / "tmp").glob("*-*")]
     (tmp_path / "taken").mkdir()
-    taken = daemon.prge("pull", name, "--out", tmp_path / "taken", "--folder", phone, check=2)
-    assert "is not this run" in taken.stderr
+    refused = daemon.prge("pull", name, "--out", tmp_path / "taken", "--folder", phone, check=2)
+    assert "is not this run" in refused.stderr
     daemon.prge("clean", name, "--folder", phone)
     assert not there.exists()
     assert "has no run" in daemon.prge("pull", name, "--folder", phone, check=2).stderr
 
 
 @pytest.mark.whole
-def test_killed_three_times_it_ends_in_the_same_bits(
-    daemon: Daemon, phone: Path, run_words: list[object]
+def test_a_run_killed_three_times_ends_with_the_same_bits(
+    daemon: Daemon, phone: Path, run_arguments: list[object]
 ) -> None:
     # Enough steps that the run is still running when it is killed for the third time, even on a slow machine.
-    words = [*run_words, "--steps", 600]
-    daemon.prge("run", *words, "--out", "whole", "--wait")
+    arguments = [*run_arguments, "--steps", 600]
+    daemon.prge("run", *arguments, "--out", "whole", "--wait")
     killed = phone / "runs" / "killed"
-    command = [sys.executable, "-m", "prge.cli.main", "android", "run", *words, "--out", "killed", "--wait"]
+    command = [
+        sys.executable, "-m", "prge.cli.main", "android", "run", *arguments, "--out", "killed", "--wait",
+    ]  # fmt: skip
     client = daemon.network.start(command, env=daemon.environment, stdout=-3, stderr=-3)
     wait_for_steps(killed, 20)
     client.send_signal(signal.SIGKILL)
@@ -194,7 +196,7 @@ def test_killed_three_times_it_ends_in_the_same_bits(
     assert status(daemon, phone, "killed")["state"] == "running"
     daemon.kill()
     before = steps(killed)
-    assert f"the device {SERIAL}" in lost(daemon, phone)
+    assert f"the device {SERIAL}" in lost_device_error(daemon, phone)
     wait_for_steps(killed, before + 5)
     os.kill(int((phone / "jobs" / "killed" / "pid").read_text()), signal.SIGKILL)
     daemon.start()
@@ -206,21 +208,21 @@ def test_killed_three_times_it_ends_in_the_same_bits(
     assert steps(killed) == 600
 
 
-def but(words: list[object], *flags: str) -> list[object]:
-    """Return words without some flags and their values."""
-    dropped = {index + more for index, word in enumerate(words) if word in flags for more in (0, 1)}
-    return [word for index, word in enumerate(words) if index not in dropped]
+def without_flags(arguments: list[object], *flags: str) -> list[object]:
+    """Return arguments without some flags and their values."""
+    dropped = {index + more for index, word in enumerate(arguments) if word in flags for more in (0, 1)}
+    return [word for index, word in enumerate(arguments) if index not in dropped]
 
 
-def lost(daemon: Daemon, phone: Path) -> str:
-    """Return the error of a lost device, with equal words whether adb still lists the device or not."""
+def lost_device_error(daemon: Daemon, phone: Path) -> str:
+    """Return the error of a lost device, with the same text whether adb still lists the device or not."""
     error = daemon.prge("status", "--folder", phone, check=2).stderr
     return error.replace(f"There is no device {SERIAL}", f"the device {SERIAL}")
 
 
 @pytest.mark.whole
-def test_stop_and_resume(daemon: Daemon, phone: Path, run_words: list[object], runtime: Path) -> None:
-    daemon.prge("run", *run_words, "--steps", 2000, "--out", "long")
+def test_stop_and_resume(daemon: Daemon, phone: Path, run_arguments: list[object], runtime: Path) -> None:
+    daemon.prge("run", *run_arguments, "--steps", 2000, "--out", "long")
     assert "is running" in daemon.prge("clean", "--all", "--folder", phone, check=2).stderr
     assert "0 files sent" in daemon.prge("push", runtime, "--folder", phone).stdout
     (phone / "runtime.tree").unlink()
@@ -238,11 +240,11 @@ def test_stop_and_resume(daemon: Daemon, phone: Path, run_words: list[object], r
 
 @pytest.mark.whole
 def test_rows_on_the_device_and_errors_of_the_driver(
-    daemon: Daemon, phone: Path, run_words: list[object], tmp_path: Path
+    daemon: Daemon, phone: Path, run_arguments: list[object], tmp_path: Path
 ) -> None:
     missing = daemon.prge(
         "run",
-        *but(run_words, "--train"),
+        *without_flags(run_arguments, "--train"),
         "--train",
         "/nowhere/rows.jsonl",
         "--data-on-device",
@@ -255,18 +257,18 @@ def test_rows_on_the_device_and_errors_of_the_driver(
     rows.write_bytes((DEMO / "train.jsonl").read_bytes())
     dev = tmp_path / "dev.jsonl"
     dev.write_bytes((DEMO / "dev.jsonl").read_bytes())
-    run_words = but(run_words, "--train", "--dev")
+    run_arguments = without_flags(run_arguments, "--train", "--dev")
     there = ["--train", rows, "--dev", dev, "--data-on-device", "--wait"]
     data = {path.name for path in (phone / "data").glob("*")}
-    daemon.prge("run", *run_words, *there, "--out", "private")
+    daemon.prge("run", *run_arguments, *there, "--out", "private")
     brought = {path.name for path in (phone / "data").iterdir()} - data
     assert not [name for name in brought if name.endswith(".jsonl")]
     # The driver's own error and exit code arrive.
     rows.write_text("no rows\n")
-    failed = daemon.prge("run", *run_words, *there, "--out", "bad", check=2)
+    failed = daemon.prge("run", *run_arguments, *there, "--out", "bad", check=2)
     assert "ended with code 2" in failed.stdout and "rows of the phone.jsonl" in failed.stderr
     daemon.prge("clean", "bad", "--folder", phone)
-    daemon.prge("run", *run_words, *there[:-1], "--out", "bad", check=2)
+    daemon.prge("run", *run_arguments, *there[:-1], "--out", "bad", check=2)
     assert "not JSON" in daemon.prge("logs", "bad", "--console", "--folder", phone).stdout
 
 
@@ -284,7 +286,7 @@ def test_a_full_device(
 
 
 @pytest.mark.whole
-def test_the_daemon_comes_back(daemon: Daemon, phone: Path) -> None:
+def test_a_restarted_daemon_is_reached_again(daemon: Daemon, phone: Path) -> None:
     daemon.kill()
     begin = time.monotonic()
     assert daemon.prge("status", "--folder", phone, check=2).stderr.startswith("prge android: error:")

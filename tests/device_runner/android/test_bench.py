@@ -22,12 +22,12 @@ from tests.device_runner.android.daemons import Daemon, end_jobs
 from tests.device_runner.android.fake_adb import FakePhone
 from tests.refusals import raises
 
-WORDS = ("--tiny", "--steps", 3, "--threads", 1, "--start-below-celsius", 150)
+ARGUMENTS = ("--tiny", "--steps", 3, "--threads", 1, "--start-below-celsius", 150)
 
 
 @pytest.fixture
 def fake(tmp_path: Path, workshop: Path, monkeypatch: pytest.MonkeyPatch) -> FakePhone:
-    """A phone whose trials all use the workshop's bundle."""
+    """Return a phone whose trials all use the workshop's bundle."""
 
     def make_bundles(models: Sequence[BenchModel], cache: Path | None) -> dict[BenchModel, Path | PrgeError]:
         return dict.fromkeys(models, workshop / "bundle")
@@ -43,8 +43,8 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def test_steps_and_generation_are_measured_once(fake: FakePhone, tmp_path: Path) -> None:
-    words = ("smollm2-135m", "texts", *WORDS, "--json", tmp_path / "phone.json")
-    lines = fake.prge("bench", *words).stdout.splitlines()
+    arguments = ("smollm2-135m", "texts", *ARGUMENTS, "--json", tmp_path / "phone.json")
+    lines = fake.prge("bench", *arguments).stdout.splitlines()
     results = read(tmp_path / "phone.json")
     assert results["tiny"] is True and results["runtime"] == "whole"
     steps, texts = (results["trials"][name] for name in ("smollm2-135m", "texts"))
@@ -66,7 +66,7 @@ def test_steps_and_generation_are_measured_once(fake: FakePhone, tmp_path: Path)
     assert left == set()
     assert '"fake"' not in json.dumps(results) and str(Path.home()) not in json.dumps(results)
     pushed = fake.adb.with_name("adb.pushed").read_text()
-    fake.prge("bench", *words)
+    fake.prge("bench", *arguments)
     assert fake.adb.with_name("adb.pushed").read_text() == pushed and read(tmp_path / "phone.json") == results
 
 
@@ -80,32 +80,32 @@ def test_a_trial_that_fails_has_a_reason_and_the_others_continue(
             model: failure if model.trial.shape == "qwen3-1.7b" else workshop / "bundle" for model in models
         }
 
-    words = ("qwen3-1.7b", "qwen2-0.5b", *WORDS, "--json", tmp_path / "phone.json")
+    arguments = ("qwen3-1.7b", "qwen2-0.5b", *ARGUMENTS, "--json", tmp_path / "phone.json")
     with monkeypatch.context() as patch:
         patch.setattr(bench, "make_bundles", make_bundles)
-        output = fake.prge("bench", *words, code=1).stdout
+        output = fake.prge("bench", *arguments, code=1).stdout
     trials = read(tmp_path / "phone.json")["trials"]
     assert trials["qwen3-1.7b"]["reason"] == "the phone: no ~/model" and "no ~/model" in output
     assert trials["qwen2-0.5b"]["status"] == "measured"
-    fake.prge("bench", *words)
+    fake.prge("bench", *arguments)
     assert read(tmp_path / "phone.json")["trials"]["qwen2-0.5b"] == trials["qwen2-0.5b"]
 
 
 def test_a_job_of_an_interrupted_bench_is_continued(
     fake: FakePhone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def gone(there: Phone, name: str) -> Job:
+    def interrupt(there: Phone, name: str) -> Job:
         raise KeyboardInterrupt
 
-    words = ("qwen2.5-3b", *WORDS, "--json", tmp_path / "phone.json")
+    arguments = ("qwen2.5-3b", *ARGUMENTS, "--json", tmp_path / "phone.json")
     with monkeypatch.context() as patch:
-        patch.setattr(trial, "wait_for", gone)
-        fake.prge("bench", *words, code=130)
+        patch.setattr(trial, "wait_for", interrupt)
+        fake.prge("bench", *arguments, code=130)
     (first,) = (fake.folder / "jobs").iterdir()
     process = (first / "pid").read_text()
     starts: list[str] = []
-    monkeypatch.setattr(Phone, "start", lambda there, name, words: starts.append(name))
-    fake.prge("bench", *words)
+    monkeypatch.setattr(Phone, "start", lambda there, name, arguments: starts.append(name))
+    fake.prge("bench", *arguments)
     assert not starts and process
     assert read(tmp_path / "phone.json")["trials"]["qwen2.5-3b"]["status"] == "measured"
 
@@ -123,8 +123,8 @@ def test_the_error_of_a_verb_is_the_reason(
     fake: FakePhone, tmp_path: Path, workshop: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trial, "letters", lambda count, seed=0: "")
-    words = ("qwen2-0.5b", *WORDS, "--json", tmp_path / "phone.json")
-    fake.prge("bench", *words, code=1)
+    arguments = ("qwen2-0.5b", *ARGUMENTS, "--json", tmp_path / "phone.json")
+    fake.prge("bench", *arguments, code=1)
     reason = read(tmp_path / "phone.json")["trials"]["qwen2-0.5b"]["reason"]
     assert reason.startswith("run: prge run: error: ")
     assert "row 1" in reason, "the reason includes the message's details"
@@ -132,7 +132,7 @@ def test_the_error_of_a_verb_is_the_reason(
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         (("smollm",), "there is no trial smollm; the trials are smollm2-135m, texts"),
         (("--steps", 1), "--steps is 1, must be at least 2"),
@@ -141,13 +141,13 @@ def test_the_error_of_a_verb_is_the_reason(
     ],
 )
 def test_unusable_settings_are_refused_at_once(
-    words: tuple[object, ...], message: str, fake: FakePhone
+    arguments: tuple[object, ...], message: str, fake: FakePhone
 ) -> None:
     fake.adb.unlink()
-    assert message in fake.prge("bench", *words, code=2).stderr
+    assert message in fake.prge("bench", *arguments, code=2).stderr
 
 
-def test_a_phone_that_lacks_something_or_the_file_of_another_phone(fake: FakePhone, tmp_path: Path) -> None:
+def test_unprepared_phones_and_results_of_another_phone_are_refused(fake: FakePhone, tmp_path: Path) -> None:
     path = tmp_path / "phone.json"
     path.write_text(json.dumps({"prge": "0.0.1", "phone": {}, "trials": {}}))
     error = fake.prge("bench", "texts", "--json", path, code=2).stderr
@@ -165,8 +165,8 @@ def test_bundles_are_estimated_and_refused_if_the_storage_is_full(
 ) -> None:
     estimate = {"weights_bytes": 4 << 40, "programs_bytes": 0, "model": {"parameters": 1 << 40}}
     output = json.dumps({**estimate, "export": {"seconds": 90}})
-    monkeypatch.setattr(bundles, "output_of", lambda *words: output)
-    with raises(RunError, "storage-full", saying=str(tmp_path)):
+    monkeypatch.setattr(bundles, "output_of", lambda *arguments: output)
+    with raises(RunError, "storage-full", containing=str(tmp_path)):
         bundles.make_bundles([BenchModel(TRIALS["qwen3-1.7b"])], tmp_path)
     assert "1 min 30 s" in capsys.readouterr().out
 
@@ -176,8 +176,8 @@ def test_trials_of_one_export_share_a_bundle_and_a_failed_export_is_recorded(
 ) -> None:
     exports: list[Path] = []
 
-    def export(*words: str, quiet: bool) -> None:
-        exports.append(Path(words[-1]))
+    def export(*arguments: str, quiet: bool) -> None:
+        exports.append(Path(arguments[-1]))
         raise DeviceError("it failed")
 
     monkeypatch.setattr(bundles, "run_verb", export)
@@ -194,9 +194,9 @@ def test_a_bench_that_was_killed_continues(
     """This test uses the real adb and a real runtime, with a bundle that is exported on this machine."""
     there: Path = request.getfixturevalue("phone")
     path = tmp_path / "phone.json"
-    words = ["smollm2-360m", *WORDS, "--steps", 400, "--cache", tmp_path / "cache", "--json", path]
-    words += ["--folder", there]
-    command = [sys.executable, "-m", "prge.cli.main", "android", "bench", *words]
+    arguments = ["smollm2-360m", *ARGUMENTS, "--steps", 400, "--cache", tmp_path / "cache", "--json", path]
+    arguments += ["--folder", there]
+    command = [sys.executable, "-m", "prge.cli.main", "android", "bench", *arguments]
     client = daemon.network.start(command, env=daemon.environment, stdout=-3, stderr=-3)
     until = time.monotonic() + 400
     while not (journals := [*there.glob("runs/bench-*/journal.jsonl")]):

@@ -53,7 +53,7 @@ def phone(tmp_path: Path) -> Phone:
 
 @pytest.fixture
 def dead_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A port of adb's server at which another program listens, which sends nothing."""
+    """Yield a port of adb's server at which another program listens, which sends nothing."""
     if shutil.which("adb") is None:
         pytest.skip("adb is not installed")
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -72,16 +72,16 @@ def dead_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("serial", [None, "phone", "127.0.0.1:5555"])
-def test_a_server_of_adb_that_is_dead_is_no_missing_device(dead_server: None, serial: str | None) -> None:
-    with raises(DeviceError, "adb-failed", saying="adb devices") as caught:
+def test_a_dead_adb_server_is_not_reported_as_a_missing_device(dead_server: None, serial: str | None) -> None:
+    with raises(DeviceError, "adb-failed", containing="adb devices") as caught:
         Adb(serial)
     assert "adb kill-server" in caught.value.remedy
 
 
-def test_ports_are_not_none_where_adb_fails(dead_server: None) -> None:
+def test_a_failure_to_list_forwarded_ports_is_an_error(dead_server: None) -> None:
     adb = Adb.__new__(Adb)
     adb.executable, adb.serial, adb.quick_seconds = "adb", "phone", 60.0
-    with raises(DeviceError, "adb-failed", saying="adb forward --list"):
+    with raises(DeviceError, "adb-failed", containing="adb forward --list"):
         adb.forwards()
 
 
@@ -106,10 +106,12 @@ class NoexecAdb(LocalAdb):
         super().__init__()
         user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
         mount = 'mount -t tmpfs -o noexec none "$1" && exec sh -c "$2"'
-        self.words = ["unshare", *user, "--mount", "sh", "-c", mount, "sh", str(folder)]
+        self.prefix = ["unshare", *user, "--mount", "sh", "-c", mount, "sh", str(folder)]
 
     def shell(self, script: str, seconds: float | None = None, stdin: str = "") -> AdbOutput:
-        done = subprocess.run([*self.words, script], capture_output=True, text=True, check=False, input=stdin)
+        done = subprocess.run(
+            [*self.prefix, script], capture_output=True, text=True, check=False, input=stdin
+        )
         return AdbOutput(done.returncode, done.stdout, done.stderr)
 
 
@@ -137,7 +139,7 @@ def test_damaged_weights_are_not_sent(tmp_path: Path, phone: Phone) -> None:
     folder = make_bundle(tmp_path / "bundle")
     weights = folder / "weights/000.ptd"
     weights.write_bytes(bytes(weights.stat().st_size))
-    with raises(BundleError, "bundle-file-hash", saying="000.ptd"):
+    with raises(BundleError, "bundle-file-hash", containing="000.ptd"):
         send_bundle(phone, folder)
     assert not (tmp_path / "phone").exists()
 
@@ -164,16 +166,16 @@ def test_a_tuning_becomes_a_run_on_the_phone_that_can_generate(
     assert open_bundle(bundle).sha256 == open_bundle(folder / "bundle").sha256
     calls: list[Any] = []
 
-    def attach(self: Phone, words: list[str], reads: bool) -> int:
-        calls.append((words[2:4], reads, parse_yaml(Path(words[4]).read_text())))
+    def attach(self: Phone, arguments: list[str], reads: bool) -> int:
+        calls.append((arguments[2:4], reads, parse_yaml(Path(arguments[4]).read_text())))
         return 0
 
     monkeypatch.setattr(Phone, "attach", attach)
     monkeypatch.setattr(Phone, "require_this_driver", lambda self: None)
     monkeypatch.setattr(RemoteFlags, "phone", lambda self: phone)
     assert main(["chat", "mine", "--temperature", "0.5", "--folder", phone.folder]) == 0
-    ((words, reads, settings),) = calls
-    assert (words, reads) == (["chat", "--config"], True)
+    ((arguments, reads, settings),) = calls
+    assert (arguments, reads) == (["chat", "--config"], True)
     assert (settings["bundle"], settings["adapter"]) == (bundle, [f"mine={run}"])
     assert settings["temperature"] == 0.5
     assert not [*(tmp_path / "phone/tmp").iterdir()]
@@ -186,6 +188,6 @@ def test_a_run_of_the_same_name_is_not_overwritten(
     run = tmp_path / "phone/runs/mine"
     run.mkdir(parents=True)
     (run / "journal.jsonl").write_text("{}\n")
-    with raises(DeviceError, "run-exists-on-device", saying="mine"):
+    with raises(DeviceError, "run-exists-on-device", containing="mine"):
         main(["push", str(tuning_of(tmp_path / "mine"))])
     assert [path.name for path in run.iterdir()] == ["journal.jsonl"]

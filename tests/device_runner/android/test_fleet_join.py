@@ -17,7 +17,7 @@ from tests.device_runner.android.conftest import built_runtime
 from tests.device_runner.android.daemons import Daemon, end_jobs
 from tests.device_runner.android.fake_adb import FakePhone
 from tests.device_runner.android.fleet_of_one import train_fleet_of_one
-from tests.device_runner.fleet.network.nodes import Echoes, run_all_rounds, serving
+from tests.device_runner.fleet.network.nodes import RoundNumberCoordinator, run_all_rounds, serving
 
 
 @pytest.mark.whole
@@ -28,12 +28,12 @@ def test_a_phone_joins_a_fleet_by_cable(tmp_path: Path) -> None:
     rows.write_text('{"prompt": "a", "completion": "b"}\n')
     policy = tmp_path / "policy.yaml"
     policy.write_text("most_steps: 3\n")
-    rounds = Echoes(1)
+    rounds = RoundNumberCoordinator(1)
     with serving(tmp_path / "server", keys / "server") as link:
         try:
-            words = ["--server", link.address, "--name", "mine", "--keys", keys / "devices" / "one"]
-            words += ["--bundle", make_bundle(tmp_path / "bundle"), "--train", rows, "--policy", policy]
-            output = phone.prge("fleet", "join", *words).stdout
+            arguments = ["--server", link.address, "--name", "mine", "--keys", keys / "devices" / "one"]
+            arguments += ["--bundle", make_bundle(tmp_path / "bundle"), "--train", rows, "--policy", policy]
+            output = phone.prge("fleet", "join", *arguments).stdout
             assert output == "mine: running\n"
             port = link.address.split(":")[1]
             assert (tmp_path / "phone" / "adb.reversed").read_text() == f"tcp:{port} tcp:{port}\n"
@@ -54,19 +54,19 @@ def test_a_runtime_without_flower_is_refused(tmp_path: Path) -> None:
     manifest = phone.folder / "runtime" / MANIFEST
     content = json.loads(manifest.read_text())
     manifest.write_text(json.dumps({**content, "packages": {}}, indent=1))
-    words = ["--bundle", make_bundle(tmp_path / "bundle"), "--train", tmp_path / "rows"]
-    output = phone.prge("fleet", "join", "--server", "h:1", "--insecure", *words, code=2).stderr
+    arguments = ["--bundle", make_bundle(tmp_path / "bundle"), "--train", tmp_path / "rows"]
+    output = phone.prge("fleet", "join", "--server", "h:1", "--insecure", *arguments, code=2).stderr
     assert "The runtime on fake lacks Flower.\n  Build another: prge android bundle --fleet" in output
 
 
 @pytest.mark.whole
 def test_a_phone_with_no_network_but_its_cable_trains(
-    daemon: Daemon, stack_bundle: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    daemon: Daemon, forward_bundle: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     phone = tmp_path / "phone"
     daemon.prge("push", built_runtime(tmp_path_factory, fleet=True), "--folder", phone)
     try:
-        output = train_fleet_of_one(daemon, str(phone), stack_bundle, tmp_path)
+        output = train_fleet_of_one(daemon, str(phone), forward_bundle, tmp_path)
     finally:
         end_jobs(phone)
     assert output.count(": 1 answers, loss 0.") == 2

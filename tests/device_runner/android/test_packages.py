@@ -29,17 +29,17 @@ from tests.device_runner.android.conftest import need_packages
 from tests.refusals import raises
 
 
-@pytest.mark.parametrize("who", ["prge", "flwr"])
-def test_the_pinned_wheels_meet_the_requirements_of_prge_and_flower(who: str) -> None:
+@pytest.mark.parametrize("package", ["prge", "flwr"])
+def test_the_pinned_wheels_meet_the_requirements_of_prge_and_flower(package: str) -> None:
     try:
-        requirements = [Requirement(line) for line in importlib.metadata.requires(who) or []]
+        requirements = [Requirement(line) for line in importlib.metadata.requires(package) or []]
     except importlib.metadata.PackageNotFoundError:
-        pytest.skip(f"{who} is not installed")
+        pytest.skip(f"{package} is not installed")
     pins = {_plain(line.partition("==")[0]): line.partition("==")[2] for line in WHEELS + FLEET_WHEELS}
     known = [item for item in requirements if _plain(item.name) in pins]
     assert len(known) >= 5
     for item in known:
-        assert item.specifier.contains(pins[_plain(item.name)]), f"{who} asks for {item}"
+        assert item.specifier.contains(pins[_plain(item.name)]), f"{package} asks for {item}"
 
 
 def _plain(name: str) -> str:
@@ -48,7 +48,7 @@ def _plain(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def archive(runtime: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalArchive]:
-    """An archive of Debian's packages of the runtime, each with a later version."""
+    """Yield an archive of Debian's packages of the runtime, each with a later version."""
     if shutil.which("gpg") is None:
         pytest.skip("gpg is not installed")
     lock = read_lock(runtime / "runtime.json", "amd64")
@@ -72,7 +72,7 @@ def settings(folder: Path, archive: LocalArchive, **changes: Any) -> BundleSetti
 
 
 @pytest.mark.whole
-def test_the_newest_packages_are_taken_and_a_lock_takes_them_again(
+def test_the_newest_packages_are_used_and_a_lock_selects_them_again(
     archive: LocalArchive, runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Relative paths and paths with spaces work, although the called programs have other working folders."""
@@ -84,7 +84,7 @@ def test_the_newest_packages_are_taken_and_a_lock_takes_them_again(
     packages = manifest["packages"]
     assert {name for name in packages["debian"]} == set(DEBIAN)
     assert all(facts["version"].endswith(LATER) for facts in packages["debian"].values())
-    assert all(len(facts["sha256"]) == 64 for kind in packages.values() for facts in kind.values())
+    assert all(len(facts["sha256"]) == 64 for group in packages.values() for facts in group.values())
     assert {f"{name}=={facts['version']}" for name, facts in packages["wheels"].items()} == set(WHEELS)
     assert "://" not in json.dumps(packages)
     process = subprocess.run(
@@ -101,10 +101,10 @@ def test_the_newest_packages_are_taken_and_a_lock_takes_them_again(
 
 
 @pytest.mark.whole
-def test_a_lock_with_versions_that_the_archive_no_longer_has(
+def test_a_lock_with_versions_that_the_archive_no_longer_has_is_refused(
     archive: LocalArchive, runtime: Path, tmp_path: Path
 ) -> None:
-    with raises(PrgeError, "archive-lacks-versions", saying="libc6 2.") as caught:
+    with raises(PrgeError, "archive-lacks-versions", containing="libc6 2.") as caught:
         build_runtime(settings(tmp_path, archive, lock=runtime / "runtime.json"))
     assert all(f"{name} " in caught.value.what for name in DEBIAN)
     assert "--debian-archive" in caught.value.remedy and "--lock" in caught.value.remedy
@@ -152,13 +152,15 @@ def test_unsigned_or_changed_content_is_refused(archive: LocalArchive, tmp_path:
 
 
 @pytest.mark.whole
-def test_an_archive_that_lacks_packages_or_does_not_exist(archive: LocalArchive, tmp_path: Path) -> None:
-    with raises(PrgeError, "archive-lacks-packages", saying="a-name, b-name"):
+def test_an_archive_that_lacks_packages_or_does_not_exist_is_reported(
+    archive: LocalArchive, tmp_path: Path
+) -> None:
+    with raises(PrgeError, "archive-lacks-packages", containing="a-name, b-name"):
         names = ["libc6", "b-name", "a-name"]
         download_debian(names, "amd64", tmp_path, Archive(archive.address, archive.keys))
-    with raises(PrgeError, "program-failed", saying="--debian-archive"):
+    with raises(PrgeError, "program-failed", containing="--debian-archive"):
         download_debian(["libc6"], "amd64", tmp_path, Archive("http://127.0.0.1:9/none", archive.keys))
-    with raises(PrgeError, "archive-keys-missing", saying=str(tmp_path / "nothing")):
+    with raises(PrgeError, "archive-keys-missing", containing=str(tmp_path / "nothing")):
         download_debian(["libc6"], "amd64", tmp_path, Archive(archive.address, tmp_path / "nothing"))
 
 
@@ -167,7 +169,7 @@ def test_a_wheel_that_differs_from_the_lock_is_refused(runtime: Path, tmp_path: 
     content = json.loads((runtime / "runtime.json").read_text())
     content["packages"]["wheels"]["tqdm"]["sha256"] = "0" * 64
     (tmp_path / "lock.json").write_text(json.dumps(content))
-    with raises(PrgeError, "program-failed", saying="pip download") as caught:
+    with raises(PrgeError, "program-failed", containing="pip download") as caught:
         build_runtime(BundleSettings(out=tmp_path / "out", machine="amd64", lock=tmp_path / "lock.json"))
     assert "HASHES" in caught.value.what and "--lock" in caught.value.remedy
 
@@ -183,19 +185,19 @@ def test_a_wheel_that_differs_from_the_lock_is_refused(runtime: Path, tmp_path: 
         ('{"machine": "arm64", "packages": {"debian": {}, "wheels": {}}}', "lock-of-other-machine", "arm64"),
     ],
 )  # fmt: skip
-def test_what_is_no_lock_is_refused(tmp_path: Path, content: str, code: str, value: str) -> None:
+def test_a_file_that_is_not_a_lock_is_refused(tmp_path: Path, content: str, code: str, value: str) -> None:
     path = tmp_path / "lock.json"
     path.write_text(content)
-    with raises(ConfigError, code, saying=value):
+    with raises(ConfigError, code, containing=value):
         read_lock(path, "amd64")
 
 
 def test_a_lock_of_a_runtime_without_fleets_lacks_their_packages() -> None:
-    with raises(ConfigError, "lock-lacks-packages", saying="flwr"):
+    with raises(ConfigError, "lock-lacks-packages", containing="flwr"):
         Lock(Path("lock"), {}, {}).named(["flwr"], "wheels")
 
 
-def test_a_lock_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_lock_is_reported(tmp_path: Path) -> None:
     need_packages()
-    with raises(ConfigError, "lock-unreadable", saying="no.json"):
+    with raises(ConfigError, "lock-unreadable", containing="no.json"):
         build_runtime(BundleSettings(out=tmp_path / "out", machine="amd64", lock=tmp_path / "no.json"))

@@ -58,7 +58,7 @@ def left(phone: FakePhone) -> list[str]:
 
 
 def test_scores_on_the_phone_equal_scores_here(phone: FakePhone, workshop: Path, tmp_path: Path) -> None:
-    words = [
+    arguments = [
         "--bundle",
         workshop / "bundle",
         "--data",
@@ -66,9 +66,11 @@ def test_scores_on_the_phone_equal_scores_here(phone: FakePhone, workshop: Path,
         "--task",
         workshop / "task.yaml",
     ]
-    here = prge("eval", *words, "--json", tmp_path / "here.json", "--predictions", tmp_path / "here.jsonl")
+    here = prge(
+        "eval", *arguments, "--json", tmp_path / "here.json", "--predictions", tmp_path / "here.jsonl"
+    )
     outputs = ["--json", tmp_path / "new" / "there.json", "--predictions", tmp_path / "there.jsonl"]
-    assert figures(phone.prge("eval", *words, *outputs).stdout) == figures(here.stdout)
+    assert figures(phone.prge("eval", *arguments, *outputs).stdout) == figures(here.stdout)
     for name in ("json", "jsonl"):
         folder = tmp_path / ("new" if name == "json" else "")
         assert (folder / f"there.{name}").read_bytes() == (tmp_path / f"here.{name}").read_bytes()
@@ -80,9 +82,9 @@ def test_the_name_of_a_run_on_the_phone_stands_for_its_bundle_and_adapter(
 ) -> None:
     run = phone.write_settings("first", workshop / "bundle")
     (run / "final").symlink_to(workshop / "bundle" / "adapter")
-    words = ["--data", workshop / "dev.jsonl", "--task", workshop / "task.yaml"]
-    there = phone.prge("eval", "first", *words).stdout
-    assert figures(there) == figures(prge("eval", workshop / "bundle", *words).stdout)
+    arguments = ["--data", workshop / "dev.jsonl", "--task", workshop / "task.yaml"]
+    there = phone.prge("eval", "first", *arguments).stdout
+    assert figures(there) == figures(prge("eval", workshop / "bundle", *arguments).stdout)
     assert not (phone.folder / "bundles").exists()
 
 
@@ -94,8 +96,8 @@ def test_a_bare_name_is_a_run_on_the_phone_even_if_a_local_folder_has_it(
     monkeypatch.chdir(tmp_path / "here")
     (phone.folder / "runtime" / "run.sh").write_text('#!/bin/sh\ncat "$5"\n')
 
-    def adapter_of(*words: object) -> str:
-        output = phone.prge("eval", *words, "--data", workshop / "dev.jsonl").stdout
+    def adapter_of(*arguments: object) -> str:
+        output = phone.prge("eval", *arguments, "--data", workshop / "dev.jsonl").stdout
         return str(yaml.safe_load(output)["adapter"])
 
     there = f"{phone.folder}/runs/first"
@@ -110,7 +112,7 @@ def test_rows_of_the_device_stay_there_and_its_errors_are_shown(
     phone: FakePhone, workshop: Path, tmp_path: Path
 ) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", [{"other": "a"}])
-    words = [
+    arguments = [
         "--bundle",
         workshop / "bundle",
         "--data",
@@ -119,7 +121,7 @@ def test_rows_of_the_device_stay_there_and_its_errors_are_shown(
         "--json",
         tmp_path / "x.json",
     ]
-    output = phone.prge("eval", *words, code=2).stderr
+    output = phone.prge("eval", *arguments, code=2).stderr
     assert "prge eval: error: " in output and str(rows) in output
     assert not (phone.folder / "data").exists() and not (tmp_path / "x.json").exists() and not left(phone)
     absent = phone.prge("eval", "--bundle", workshop / "bundle", "--data", "rows", "--data-on-device", code=2)
@@ -135,16 +137,16 @@ def test_files_are_copied_back_however_the_verb_ends(phone: FakePhone, tmp_path:
 
 def test_a_file_that_the_verb_appends_to_is_sent(phone: FakePhone, tmp_path: Path) -> None:
     phone.write_settings("first", "/data/bundle")
-    mine = tmp_path / "mine.jsonl"
-    mine.write_text("one\n")
-    mine.chmod(0o640)
+    local_rows = tmp_path / "mine.jsonl"
+    local_rows.write_text("one\n")
+    local_rows.chmod(0o640)
     writes(phone, "feedback", "two\n")
-    assert phone.prge("chat", "first", "--feedback", mine).stdout == "one\n"
-    assert mine.read_text() == "one\ntwo\n" and mine.stat().st_mode & 0o777 == 0o640
+    assert phone.prge("chat", "first", "--feedback", local_rows).stdout == "one\n"
+    assert local_rows.read_text() == "one\ntwo\n" and local_rows.stat().st_mode & 0o777 == 0o640
     # Lines that were appended here meanwhile stay.
-    writes(phone, "feedback", "four\n", here=f"open({str(mine)!r}, 'a').write('three\\n')")
-    phone.prge("chat", "first", "--feedback", mine)
-    assert mine.read_text() == "one\ntwo\nthree\nfour\n"
+    writes(phone, "feedback", "four\n", here=f"open({str(local_rows)!r}, 'a').write('three\\n')")
+    phone.prge("chat", "first", "--feedback", local_rows)
+    assert local_rows.read_text() == "one\ntwo\nthree\nfour\n"
 
 
 @dataclass(frozen=True)
@@ -170,8 +172,8 @@ def test_a_verb_on_a_phone_is_its_settings_class_and_a_line(
     notes, rows = tmp_path / "notes.txt", write_rows(tmp_path / "rows.jsonl", [{"text": "a"}])
     notes.write_text("mine")
     (phone.folder / "runtime" / "run.sh").write_text('#!/bin/sh\necho "$3" >&2\ncat "$5"\nexit 4\n')
-    words = ["--data", rows, "--notes", notes, "--json", tmp_path / "x.json", "--many", 2]
-    assert verb.main([*map(str, words), "--folder", str(phone.folder)]) == 4
+    arguments = ["--data", rows, "--notes", notes, "--json", tmp_path / "x.json", "--many", 2]
+    assert verb.main([*map(str, arguments), "--folder", str(phone.folder)]) == 4
     out, errors = capfd.readouterr()
     settings: dict[str, Any] = yaml.safe_load(out)
     assert errors == "count\n" and settings["many"] == 2
@@ -197,7 +199,7 @@ def test_the_date_of_a_run_is_sent_with_its_adapter(phone: FakePhone, workshop: 
     (run / "config.yaml").write_text("date: '2020-02-29'\n")
     (run / "journal.jsonl").touch()
     (phone.folder / "runtime" / "run.sh").write_text('#!/bin/sh\ncat "$5"\n')
-    words = ["eval", workshop / "bundle", "--data", workshop / "dev.jsonl"]
-    sent = yaml.safe_load(phone.prge(*words, "--adapter", run).stdout)
+    arguments = ["eval", workshop / "bundle", "--data", workshop / "dev.jsonl"]
+    sent = yaml.safe_load(phone.prge(*arguments, "--adapter", run).stdout)
     assert sent["date"] == "2020-02-29" and sent["adapter"].startswith(f"{phone.folder}/adapters/")
-    assert yaml.safe_load(phone.prge(*words).stdout)["date"] is None
+    assert yaml.safe_load(phone.prge(*arguments).stdout)["date"] is None

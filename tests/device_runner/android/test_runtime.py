@@ -16,22 +16,22 @@ from device_runner.android.runtime import BundleSettings, Runtime, build_runtime
 from prge.errors import DeviceError, EngineError, RunError
 from tests.refusals import raises
 
-MOST_MEGABYTES, MOST_FLEET_MEGABYTES = 140, 220
+MAX_MEGABYTES, MAX_FLEET_MEGABYTES = 140, 220
 
 
-def test_a_folder_that_is_there_is_kept(tmp_path: Path) -> None:
-    with raises(RunError, "folder-exists", saying=str(tmp_path)):
+def test_an_existing_folder_is_kept(tmp_path: Path) -> None:
+    with raises(RunError, "folder-exists", containing=str(tmp_path)):
         build_runtime(BundleSettings(out=tmp_path))
 
 
-def test_a_compiler_that_is_missing(tmp_path: Path) -> None:
-    with raises(EngineError, "compiler-missing", saying="nothing++"):
+def test_a_missing_compiler_is_reported(tmp_path: Path) -> None:
+    with raises(EngineError, "compiler-missing", containing="nothing++"):
         build_runtime(BundleSettings(out=tmp_path / "runtime", compiler="nothing++"))
 
 
 @pytest.mark.parametrize("name", ["", ".", "../x", "a/b", "-flag", "line\nbreak", "back\\slash"])
-def test_names_that_a_run_can_not_have(name: str) -> None:
-    with raises(DeviceError, "name-unusable", saying=ascii(name)):
+def test_invalid_names_of_runs_are_refused(name: str) -> None:
+    with raises(DeviceError, "name-unusable", containing=ascii(name)):
         check_name(name)
 
 
@@ -40,14 +40,14 @@ def test_a_runtime_is_small_and_a_changed_one_is_refused(runtime: Path, tmp_path
     manifest = json.loads((runtime / "runtime.json").read_text())
     opened = open_runtime(runtime)
     assert opened.machine == "amd64" and manifest["driver"] == driver_hash()
-    assert opened.megabytes <= MOST_MEGABYTES
+    assert opened.megabytes <= MAX_MEGABYTES
     assert not [path for path in runtime.rglob("*") if path.is_symlink() or path.name == "__pycache__"]
     copy = Runtime(tmp_path / "copy", opened.machine, opened.tree)
     shutil.copytree(runtime, copy.folder)
     (copy.folder / "site" / "prge" / "training.py").write_text("pass\n")
-    with raises(DeviceError, "runtime-changed", saying=str(copy.folder)):
+    with raises(DeviceError, "runtime-changed", containing=str(copy.folder)):
         open_runtime(copy.folder)
-    with raises(DeviceError, "runtime-unreadable", saying=str(tmp_path)):
+    with raises(DeviceError, "runtime-unreadable", containing=str(tmp_path)):
         open_runtime(tmp_path)
 
 
@@ -60,8 +60,8 @@ def test_the_time_is_that_of_the_phones_own_clock(
     (tmp_path / "date").chmod(0o755)
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "TMPDIR": str(tmp_path)}
     code = "import time; print(time.localtime().tm_gmtoff)"
-    words = ["sh", runtime / "run.sh", "-c", code]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
+    command = ["sh", runtime / "run.sh", "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert int(done.stdout) == seconds
 
 
@@ -69,7 +69,7 @@ def test_the_time_is_that_of_the_phones_own_clock(
 def test_a_runtime_for_fleets_runs_flower(runtime: Path, tmp_path: Path) -> None:
     """The fixture `runtime` skips this test if no runtime can be built."""
     fleet_runtime = build_runtime(BundleSettings(out=tmp_path / "fleet", machine="amd64", fleet=True))
-    assert open_runtime(runtime).megabytes < fleet_runtime.megabytes <= MOST_FLEET_MEGABYTES
+    assert open_runtime(runtime).megabytes < fleet_runtime.megabytes <= MAX_FLEET_MEGABYTES
     process = subprocess.run(
         [
             "sh",

@@ -26,14 +26,14 @@ PORT = 8123
 class Server:
     """A server of `prge android serve`, and its client."""
 
-    def __init__(self, daemon: Daemon, phone: Path, words: list[object]) -> None:
-        self.daemon, self.phone, self.words = daemon, phone, words
+    def __init__(self, daemon: Daemon, phone: Path, arguments: list[object]) -> None:
+        self.daemon, self.phone, self.arguments = daemon, phone, arguments
         self.key = ""
         self.name = "server"
 
     def serve(self, *more: object, check: int = 0) -> str:
         """Run the command that starts the server, and return its output or error."""
-        done = self.daemon.prge("serve", *self.words, *more, "--folder", self.phone, check=check)
+        done = self.daemon.prge("serve", *self.arguments, *more, "--folder", self.phone, check=check)
         if "shown this once: " in done.stdout:
             self.key = done.stdout.split("shown this once: ")[1].split()[0]
         return done.stdout if check == 0 else done.stderr
@@ -65,9 +65,9 @@ class Server:
     def console(self) -> str:
         return (self.job / "console.txt").read_text()
 
-    def wait(self, over: Callable[[], bool], seconds: float = 30) -> None:
+    def wait(self, is_over: Callable[[], bool], seconds: float = 30) -> None:
         deadline = time.monotonic() + seconds
-        while not over():
+        while not is_over():
             assert time.monotonic() < deadline, self.console()
             time.sleep(0.1)
 
@@ -80,9 +80,9 @@ class Server:
 
 
 @pytest.fixture
-def server(daemon: Daemon, phone: Path, stack_bundle: Path) -> Iterator[Server]:
-    words = ["--bundle", stack_bundle, "--port", PORT, "--threads", 1, "--memory", "400MB"]
-    served = Server(daemon, phone, words)
+def server(daemon: Daemon, phone: Path, forward_bundle: Path) -> Iterator[Server]:
+    arguments = ["--bundle", forward_bundle, "--port", PORT, "--threads", 1, "--memory", "400MB"]
+    served = Server(daemon, phone, arguments)
     yield served
     daemon.adb("forward", "--remove-all")
     daemon.prge("stop", served.name, "--now", "--folder", phone, check=None)
@@ -105,9 +105,9 @@ def test_a_server_answers_clients_with_the_key(server: Server) -> None:
     assert key.stat().st_mode & 0o777 == 0o600 and key.read_text() == server.key
     # The key is in no list of processes, in no log, and in no file that apps can open.
     listed = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
-    assert not [words for words in listed if server.key.encode() in words]
-    made = [path for name in ("jobs", "runs", "tmp", "data") for path in (server.phone / name).rglob("*")]
-    others = [path for path in made if path.is_file() and path != key]
+    assert not [line for line in listed if server.key.encode() in line]
+    files = [path for name in ("jobs", "runs", "tmp", "data") for path in (server.phone / name).rglob("*")]
+    others = [path for path in files if path.is_file() and path != key]
     assert not [path for path in others if server.key.encode() in path.read_bytes()]
     assert server.job.stat().st_mode & 0o077 == 0 and server.job.parent.stat().st_mode & 0o077 == 0
     assert parse_yaml((server.job / "settings.yaml").read_text())["memory"] == 400_000_000
@@ -180,7 +180,7 @@ def test_a_server_survives_adb_and_restarts_after_the_phone_was_off(server: Serv
 
 
 @pytest.mark.whole
-def test_ports_and_names_that_are_in_use(server: Server, tmp_path: Path) -> None:
+def test_ports_and_names_that_are_in_use_are_refused(server: Server, tmp_path: Path) -> None:
     holder = server.daemon.network.start(
         [sys.executable, "-m", "http.server", "--bind", "127.0.0.1", PORT],
         stdout=-3, stderr=-3, cwd=tmp_path,
@@ -229,7 +229,7 @@ def test_a_server_learns_and_rows_are_pulled_only_on_request(server: Server, tmp
 
 @pytest.fixture
 def fake(tmp_path: Path) -> FakePhone:
-    """A phone whose servers listen at once and do nothing."""
+    """Return a phone whose servers listen at once and do nothing."""
     phone = FakePhone(tmp_path / "fake")
     run = phone.folder / "runtime" / "run.sh"
     run.write_text("#!/bin/sh\ncat \"$5\" >&2\necho 'listening at nowhere'\nexec sleep 30\n")
@@ -253,18 +253,18 @@ def test_adapters_and_files_are_sent(stopped: FakePhone, tmp_path: Path) -> None
     (stopped.folder / "runs/first").mkdir(parents=True)
     (tmp_path / "chat.jinja").write_text("x")
     bundle = make_bundle(tmp_path / "bundle")
-    words = ["--bundle", bundle, "--adapter", f"{peft}/", f"two={peft}", "first", "base", "--port", 9000]
-    words += ["--chat-template", tmp_path / "chat.jinja", "--pause-above-celsius", 41, "--feedback"]
-    output = stopped.prge("serve", *words).stdout
+    arguments = ["--bundle", bundle, "--adapter", f"{peft}/", f"two={peft}", "first", "base", "--port", 9000]
+    arguments += ["--chat-template", tmp_path / "chat.jinja", "--pause-above-celsius", 41, "--feedback"]
+    output = stopped.prge("serve", *arguments).stdout
     assert "server: running" in output
-    given = settings_of(stopped)
-    sent, second, first, base = given["adapter"]
+    settings = settings_of(stopped)
+    sent, second, first, base = settings["adapter"]
     assert sent.startswith("mine=") and Path(sent[5:], "adapter_config.json").is_file()
     assert second == f"two={sent[5:]}" and base == "base"
     assert first == f"first={stopped.folder}/runs/first"
-    assert (given["model_name"], given["port"], given["pause_above_celsius"]) == ("bundle", 9000, 41)
-    assert Path(given["chat_template"]).read_text() == "x" and Path(given["bundle"]).is_dir()
-    assert given["feedback"] == f"{stopped.folder}/runs/server/feedback.jsonl"
+    assert (settings["model_name"], settings["port"], settings["pause_above_celsius"]) == ("bundle", 9000, 41)
+    assert Path(settings["chat_template"]).read_text() == "x" and Path(settings["bundle"]).is_dir()
+    assert settings["feedback"] == f"{stopped.folder}/runs/server/feedback.jsonl"
     assert (stopped.folder / "jobs/server/key").stat().st_mode & 0o777 == 0o600
     assert (tmp_path / "fake" / "adb.forwarded").read_text() == "tcp:9000 tcp:9000\n"
 
@@ -279,8 +279,8 @@ def test_rows_of_a_tuning_are_sent_only_to_a_server_that_learns(
     (tuning / "rows/test.jsonl").write_text("{}\n")
     (tuning / "run/config.yaml").write_text("{}")
     stopped.prge("serve", tuning, *(["--learn"] if learns else []))
-    given = settings_of(stopped)
-    there = Path(given["bundle"])
+    settings = settings_of(stopped)
+    there = Path(settings["bundle"])
     names = {str(path.relative_to(there)) for path in there.rglob("*") if path.is_file()}
     rows = {"rows/train.jsonl", "run/config.yaml", "run/journal.jsonl"} if learns else set()
     assert names == {"config.yaml", "tune.json", "run/final/adapter_config.json", *rows}
@@ -292,12 +292,12 @@ def test_rows_of_a_tuning_are_sent_only_to_a_server_that_learns(
     before = key_path().read_bytes()
     stopped.prge("serve", tuning, *(["--learn"] if learns else []))
     assert key_path().read_bytes() == before
-    assert given["model_name"] == "tuned"
-    assert given.get("learn") == (f"{stopped.folder}/runs/server" if learns else None)
+    assert settings["model_name"] == "tuned"
+    assert settings.get("learn") == (f"{stopped.folder}/runs/server" if learns else None)
 
 
 @pytest.mark.parametrize(
-    ("words", "output"),
+    ("arguments", "output"),
     [
         (("--when", "charging"), "--when needs --learn"),
         (("--learn", "--when", "full"), "--when has 'full', must be charging"),
@@ -311,9 +311,11 @@ def test_rows_of_a_tuning_are_sent_only_to_a_server_that_learns(
         (("--adapter", "nobody"), "no run of that name on fake"),
     ],
 )
-def test_what_is_refused(fake: FakePhone, tmp_path: Path, words: tuple[str, ...], output: str) -> None:
+def test_unusable_settings_are_refused(
+    fake: FakePhone, tmp_path: Path, arguments: tuple[str, ...], output: str
+) -> None:
     bundle = make_bundle(tmp_path / "bundle")
-    assert output in fake.prge("serve", "--bundle", bundle, *words, code=2).stderr
+    assert output in fake.prge("serve", "--bundle", bundle, *arguments, code=2).stderr
     assert not (fake.folder / "jobs").exists() or not list((fake.folder / "jobs").glob("*/key"))
 
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(600)
 
 STEPS = 8
 # Fewest runs of so short a tuning: one to measure the pace, one for each learning rate, and the final run.
-FEWEST_RUNS = 6
+MIN_RUNS = 6
 
 
 @dataclass
@@ -35,17 +35,17 @@ class Workstation:
     environment: Mapping[str, str]
     prefix: Sequence[str] = field(default_factory=list)
 
-    def start(self, *words: object) -> subprocess.Popen[str]:
-        """Start `prge` with these words, in a session of its own."""
-        command = [*self.prefix, sys.executable, "-m", "prge.cli.main", *map(str, words)]
+    def start(self, *arguments: object) -> subprocess.Popen[str]:
+        """Start `prge` with these arguments, in a session of its own."""
+        command = [*self.prefix, sys.executable, "-m", "prge.cli.main", *map(str, arguments)]
         return subprocess.Popen(
             command, env={**os.environ, "OMP_NUM_THREADS": "1", **self.environment}, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
 
-    def prge(self, *words: object, code: int = 0) -> str:
+    def prge(self, *arguments: object, code: int = 0) -> str:
         """Run `prge`, and return its output."""
-        process = self.start(*words)
+        process = self.start(*arguments)
         output, _ = process.communicate(timeout=500)
         assert process.returncode == code, output
         return output
@@ -59,7 +59,7 @@ class Workstation:
 def workstation(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Workstation]:
-    """A script instead of adb with this machine's Python, and the real adb with a real runtime."""
+    """Yield a script instead of adb with this machine's Python, and the real adb with a real runtime."""
     if request.param == "adb":
         daemon: Daemon = request.getfixturevalue("daemon")
         folder: Path = request.getfixturevalue("phone")
@@ -72,7 +72,7 @@ def workstation(
 
 @pytest.fixture(scope="module")
 def inputs(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a bundle, `rows.jsonl` and `test.jsonl`."""
+    """Return a folder with a bundle, `rows.jsonl` and `test.jsonl`."""
     folder = tmp_path_factory.mktemp("inputs")
     (folder / "bundle").symlink_to(workshop / "bundle")
     rows = [{"prompt": f"{a}{b}", "completion": f" {b}{a}"} for a in "abcdef" for b in "ghijk"]
@@ -81,7 +81,7 @@ def inputs(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def words_of(inputs: Path, workstation: Workstation, out: Path) -> list[object]:
+def arguments_of(inputs: Path, workstation: Workstation, out: Path) -> list[object]:
     return [
         "tune", "--bundle", inputs / "bundle", "--data", inputs / "rows.jsonl",
         "--test", inputs / "test.jsonl", "--out", out, "--steps", STEPS, "--threads", 1,
@@ -92,9 +92,9 @@ def words_of(inputs: Path, workstation: Workstation, out: Path) -> list[object]:
 
 @pytest.fixture(scope="module")
 def tuned(inputs: Path, workstation: Workstation, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of an uninterrupted tuning, with its output in `output.txt`."""
+    """Return the folder of an uninterrupted tuning, with its output in `output.txt`."""
     out = tmp_path_factory.mktemp("tuned") / "out"
-    output = workstation.prge(*words_of(inputs, workstation, out))
+    output = workstation.prge(*arguments_of(inputs, workstation, out))
     (out / "output.txt").write_text(output)
     return out
 
@@ -108,7 +108,7 @@ def test_runs_are_on_the_phone_and_the_result_is_here(workstation: Workstation, 
     memory = result["chosen"]["memory"]
     assert memory["value"] == phone["free_bytes"] // 2 and "the phone has free" in memory["why"]
     runs = [*tuned.glob("search/*"), tuned / "run"]
-    assert len(runs) >= FEWEST_RUNS
+    assert len(runs) >= MIN_RUNS
     for run in runs:
         bundle = parse_yaml((run / "config.yaml").read_text())["bundle"]
         assert bundle.startswith(f"{workstation.folder}/bundles/")
@@ -142,18 +142,18 @@ def test_a_run_that_continued_without_this_machine_is_continued(
 ) -> None:
     """A tuning that is killed during two of its runs ends in the same bits, and repeats no run."""
     out = tmp_path / "out"
-    words = words_of(inputs, workstation, out)
+    arguments = arguments_of(inputs, workstation, out)
     short = min(path.name for path in tuned.glob("search/*-*"))
     for run in (short, "run"):
-        process = workstation.start(*words)
+        process = workstation.start(*arguments)
         until = time.monotonic() + 400
         while not (workstation.folder / "runs" / f"{name_of(out)}-{run}" / "journal.jsonl").is_file():
             assert process.poll() is None and time.monotonic() < until, f"{run} never came"
             time.sleep(0.02)
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-        words = ["tune", "--resume", out]
-    workstation.prge(*words)
+        arguments = ["tune", "--resume", out]
+    workstation.prge(*arguments)
     for file in ("adapter/adapter_model.safetensors", "run/journal.jsonl"):
         assert (out / file).read_bytes() == (tuned / file).read_bytes(), file
 
@@ -161,24 +161,24 @@ def test_a_run_that_continued_without_this_machine_is_continued(
 def name_of(out: Path) -> str | None:
     """Return the prefix of the names of a tuning's runs on the phone, once it is known."""
     path = out / "tune.json"
-    found = json.loads(path.read_text())["found"] if path.is_file() else {}
-    return found.get("name_on_phone")
+    results = json.loads(path.read_text())["found"] if path.is_file() else {}
+    return results.get("name_on_phone")
 
 
 def test_a_phone_that_lacks_something_is_refused_at_once(
     inputs: Path, workstation: Workstation, tmp_path: Path
 ) -> None:
-    words = words_of(inputs, workstation, tmp_path / "out")
-    output = workstation.prge(*words, "--phone-folder", tmp_path / "bare", code=2)
+    arguments = arguments_of(inputs, workstation, tmp_path / "out")
+    output = workstation.prge(*arguments, "--phone-folder", tmp_path / "bare", code=2)
     assert "The phone can't train: runtime" in output and "prge android push runtime" in output
     assert not (tmp_path / "out" / "rows").exists()
 
 
 def test_another_phone_is_not_used(inputs: Path, workstation: Workstation, tmp_path: Path) -> None:
     output = workstation.prge(
-        *words_of(inputs, workstation, tmp_path / "out"), "--on", "android:other", code=2
+        *arguments_of(inputs, workstation, tmp_path / "out"), "--on", "android:other", code=2
     )
     assert "There is no device other" in output
     assert "--on is 'ios', must be android or android:SERIAL" in workstation.prge(
-        *words_of(inputs, workstation, tmp_path / "out"), "--on", "ios", code=2
+        *arguments_of(inputs, workstation, tmp_path / "out"), "--on", "ios", code=2
     )

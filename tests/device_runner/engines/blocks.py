@@ -39,7 +39,7 @@ class Block(nn.Module):
         self.register_buffer("lora_a", torch.randn(WIDTH, RANK) * 0.1)
 
     def forward(self, state: Any, other: Any, lora_b: Any) -> Any:
-        """`score`: state, mask, lora_b -> state. `backward`: state, gradient, lora_b -> gradients of both."""
+        """Return hidden states for `score`, or gradients of hidden states and `lora_b` for `backward`."""
         normed = state * torch.rsqrt((state * state).mean(-1, keepdim=True) + 1e-5) * self.norm
         reduced = normed @ self.lora_a
         if self.role == "backward":
@@ -84,7 +84,7 @@ def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def example(method: str, rows: int = MAX_ROWS, tokens: int = MAX_TOKENS, seed: int = 0) -> list[Array]:
+def make_inputs(method: str, rows: int = MAX_ROWS, tokens: int = MAX_TOKENS, seed: int = 0) -> list[Array]:
     """Return inputs of a method, by default of the largest shape."""
     random = np.random.default_rng([seed, rows, tokens])
     state = random.standard_normal((rows, tokens, WIDTH), np.float32)
@@ -93,7 +93,7 @@ def example(method: str, rows: int = MAX_ROWS, tokens: int = MAX_TOKENS, seed: i
     return [state, mask if method == "score" else random.standard_normal(state.shape, np.float32), lora_b]
 
 
-def room(method: str, rows: int = MAX_ROWS, tokens: int = MAX_TOKENS) -> list[Array]:
+def make_outputs(method: str, rows: int = MAX_ROWS, tokens: int = MAX_TOKENS) -> list[Array]:
     """Allocate memory for a method's outputs."""
     shapes: dict[str, list[tuple[int, ...]]] = {
         "score": [(rows, tokens, WIDTH)],
@@ -108,14 +108,14 @@ def compute_outputs(programs: LoweredBlocks, blocks: list[dict[str, Any]]) -> li
     for shape in programs.shapes:
         for name in METHODS:
             for block, methods in enumerate(blocks):
-                inputs, outputs = example(name, *shape), room(name, *shape)
+                inputs, outputs = make_inputs(name, *shape), make_outputs(name, *shape)
                 assert methods[name].run(inputs, outputs) == [output.shape for output in outputs]
                 programs.assert_right(block, name, inputs, outputs)
                 result += [output.tobytes() for output in outputs]
     return result
 
 
-def make_kinds(folder: Path, scheme: str) -> dict[bool, LoweredBlocks]:
+def make_block_types(folder: Path, scheme: str) -> dict[bool, LoweredBlocks]:
     """Lower two blocks; returns them by whether rows and tokens are dynamic.
 
     The program is the first block's without its data; both blocks have a weights file with the same keys.
@@ -142,21 +142,21 @@ def make_kinds(folder: Path, scheme: str) -> dict[bool, LoweredBlocks]:
 
 
 def _block(seed: int, scheme: str) -> dict[str, nn.Module]:
-    made = {}
+    modules = {}
     for role in METHODS:
         torch.manual_seed(seed)
-        made[role] = Block(role).eval()
+        modules[role] = Block(role).eval()
         if scheme != "fp32":
             from torchao.quantization import Int8DynamicActivationIntxWeightConfig, quantize_
             from torchao.quantization.granularity import PerGroup
 
             quantize_(
-                made[role],
+                modules[role],
                 Int8DynamicActivationIntxWeightConfig(
                     weight_dtype=torch.int4, weight_granularity=PerGroup(32)
                 ),
             )
-    return made
+    return modules
 
 
 def _lower(block: dict[str, nn.Module], dynamic: bool) -> Any:
@@ -169,7 +169,7 @@ def _lower(block: dict[str, nn.Module], dynamic: bool) -> Any:
     exported = {
         method: export(
             module,
-            tuple(map(torch.from_numpy, example(method))),
+            tuple(map(torch.from_numpy, make_inputs(method))),
             dynamic_shapes=shapes[method] if dynamic else None,
             strict=True,
         )

@@ -29,7 +29,7 @@ from tests.templates import random_adapter
 from tests.tiny_models import save_model
 
 TOKENS = 16
-# More than one call computes.
+# More positions than one call computes.
 POSITIONS = 224
 
 
@@ -81,10 +81,10 @@ def loss_of(outputs: torch.Tensor) -> torch.Tensor:
 
 def loss_gradient_of(outputs: Array) -> Array:
     """Return the gradient of `loss_of` with respect to the outputs."""
-    given = torch.tensor(outputs, dtype=torch.float64, requires_grad=True)
-    loss_of(given).backward()
-    assert given.grad is not None
-    return given.grad.numpy()
+    outputs_tensor = torch.tensor(outputs, dtype=torch.float64, requires_grad=True)
+    loss_of(outputs_tensor).backward()
+    assert outputs_tensor.grad is not None
+    return outputs_tensor.grad.numpy()
 
 
 def split(model: ModelSpec, call: Call, outputs: FloatArray) -> list[FloatArray]:
@@ -130,16 +130,16 @@ def call_of(
     sizes = np.resize(lengths, sequences) if lengths else random.integers(1, longest + 1, sequences)
     if not lengths:
         sizes[0] = longest
-    words = [0, model.vocabulary_size // 2, model.vocabulary_size - 1]
-    made = []
+    candidates = [0, model.vocabulary_size // 2, model.vocabulary_size - 1]
+    result = []
     for length in sizes.tolist():
         tokens = random.integers(3, model.vocabulary_size, length).tolist()
         count = 0 if model.is_encoder else random.integers(longest // 2, 2 * longest) + 1
-        positions, chosen = random.integers(0, length, count), random.choice(words, count)
+        positions, chosen = random.integers(0, length, count), random.choice(candidates, count)
         targets = (Target(*pair, 1.0, 0) for pair in zip(positions.tolist(), chosen.tolist(), strict=True))
-        made.append(TokenSequence(tuple(tokens), tuple(targets)))
+        result.append(TokenSequence(tuple(tokens), tuple(targets)))
     size = copies, adapter_size(model.modules)
-    return Call(tuple(made), np.float32(0.3) * random.standard_normal(size, np.float32))
+    return Call(tuple(result), np.float32(0.3) * random.standard_normal(size, np.float32))
 
 
 def directions_of(model: ModelSpec, queries: int, sequences: int) -> dict[str, FloatArray]:

@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(scope="session")
-def make_kind(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], LoweredBlocks]:
+def make_blocks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], LoweredBlocks]:
     """Return blocks by scheme and whether shapes are dynamic, lowered on first use."""
 
     @lru_cache
     def block_types(scheme: str) -> dict[bool, LoweredBlocks]:
-        from tests.device_runner.engines.blocks import make_kinds
+        from tests.device_runner.engines.blocks import make_block_types
 
-        return make_kinds(tmp_path_factory.mktemp(scheme), scheme)
+        return make_block_types(tmp_path_factory.mktemp(scheme), scheme)
 
     return lambda scheme, dynamic: block_types(scheme)[dynamic]
 
@@ -35,11 +35,11 @@ def make_chain(made_once: FolderBuilder) -> Callable[[str], Path]:
     The name is such as `llama`, or `llama lora` if both matrices are trained.
     """
 
-    def made(name: str) -> Path:
+    def make(name: str) -> Path:
         from tests.device_runner.engines.chains import POSITIONS, export_chain
 
         architecture, _, adapter = name.partition(" ")
         settings = {"adapter": adapter or "lora-fa", "positions": POSITIONS}
         return made_once(name, lambda folder: export_chain(folder, architecture, **settings))
 
-    return made
+    return make

@@ -66,14 +66,14 @@ class GraphBlocks:
     def _derive(self, number: int) -> None:
         model, block = self._model, self._model.blocks[number]
         lowest = next(position for position, each in enumerate(model.blocks) if each.modules)
-        wanted = ALL_ROLES if number in model.type_of[lowest:] else (FORWARD, PREFILL, DECODE)
+        roles = ALL_ROLES if number in model.type_of[lowest:] else (FORWARD, PREFILL, DECODE)
         if not model.is_decoder:
-            wanted = tuple(role for role in wanted if role in (*STEP_ROLES, *RESIDUAL_ROLES))
+            roles = tuple(role for role in roles if role in (*STEP_ROLES, *RESIDUAL_ROLES))
         if block.is_expert:
-            wanted = (FORWARD, JVP, BACKWARD) if wanted is ALL_ROLES else (FORWARD,)
+            roles = (FORWARD, JVP, BACKWARD) if roles is ALL_ROLES else (FORWARD,)
         of_type = model.block_types[number].block
-        self._blocks[number] = derive(of_type, wanted, not block.is_expert)
-        self._past[number] = past_inputs(of_type, wanted)
+        self._blocks[number] = derive(of_type, roles, not block.is_expert)
+        self._past[number] = past_inputs(of_type, roles)
 
     def _described(self, bounds: Bounds) -> manifest.Chain:
         model = self._model
@@ -155,8 +155,8 @@ class GraphBlocks:
         into: Mapping[str, Array] = MappingProxyType({}),
     ) -> dict[str, Array]:
         block = self._blocks[self._model.type_of[number]][role]
-        given = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in inputs.items()}
-        answers = block.call(given, self._tensors(number))
+        tensors = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in inputs.items()}
+        answers = block.call(tensors, self._tensors(number))
         result = {name: answer.contiguous().numpy() for name, answer in answers.items()}
         for name, memory in into.items():
             memory[: result[name].size] = result[name].ravel()
@@ -175,10 +175,10 @@ class GraphBlocks:
                 if callable(call):
                     call()
                     continue
-                given, answers = call
+                input_arrays, output_arrays = call
                 interface = self.interface(number, role)
-                result = self.run(number, role, dict(zip(interface.inputs, given, strict=True)))
-                for name, array in zip(interface.outputs, answers, strict=True):
+                result = self.run(number, role, dict(zip(interface.inputs, input_arrays, strict=True)))
+                for name, array in zip(interface.outputs, output_arrays, strict=True):
                     array[...] = result[name].reshape(array.shape)
 
         return compute

@@ -34,7 +34,7 @@ from tests.workshop import FolderBuilder
 
 ENOUGH = 1 << 40
 # More than a tiny chain needs, and more than its calls are split into.
-MOST_BLOCKS, MOST_PARTS = 32, 64
+MAX_BLOCKS, MAX_PARTS = 32, 64
 STATES = [np.random.default_rng(n).standard_normal((1, 2, 5, 3)).astype(np.float32) for n in range(6)]
 
 
@@ -57,16 +57,16 @@ def restored(store: ActivationStore, states: list[FloatArray]) -> list[FloatArra
     return result
 
 
-@pytest.mark.parametrize("most", [None, 0, 10**6], ids=["no bound", "in a file", "below the bound"])
-def test_checkpoints_are_kept_to_the_bit(tmp_path: Path, most: int | None) -> None:
-    store = new_store(folder=tmp_path, checkpoint_bytes=most)
+@pytest.mark.parametrize("max_bytes", [None, 0, 10**6], ids=["no bound", "in a file", "below the bound"])
+def test_checkpoints_keep_every_bit(tmp_path: Path, max_bytes: int | None) -> None:
+    store = new_store(folder=tmp_path, checkpoint_bytes=max_bytes)
     for _ in range(2):
         for result, state in zip(restored(store, STATES), STATES, strict=True):
             assert result.dtype == np.float32 and np.array_equal(result, state)
     assert os.listdir(tmp_path) == []
 
 
-def test_a_state_may_change_once_it_is_kept() -> None:
+def test_a_hidden_state_may_change_after_its_checkpoint_is_written() -> None:
     store, state = new_store(), STATES[0].copy()
     store.begin([state.size], [], 0)
     store.save(0, {"hidden_states": state})
@@ -85,7 +85,7 @@ def test_parts_of_a_call_have_checkpoints_of_their_own() -> None:
             assert np.array_equal(arrays["hidden_states"], STATES[number])
 
 
-def test_half_the_memory_rounds() -> None:
+def test_float16_checkpoints_are_rounded() -> None:
     for result, state in zip(restored(new_store(precision="float16"), STATES), STATES, strict=True):
         assert result.dtype == np.float32 and np.array_equal(result, state.astype(np.float16))
 
@@ -96,14 +96,14 @@ def test_a_state_beyond_the_range_of_float16_is_kept_in_float32() -> None:
 
 
 @pytest.mark.parametrize(
-    ("most", "residual_bytes", "is_left"),
+    ("max_bytes", "residual_bytes", "is_left"),
     [(None, None, False), (None, 1000, True), (0, None, True)],
-    ids=["in memory", "beside room for residuals", "in a file"],
+    ids=["in memory", "next to room for residuals", "in a file"],
 )
 def test_memory_is_released_after_a_call(
-    tmp_path: Path, most: int | None, residual_bytes: int | None, is_left: bool
+    tmp_path: Path, max_bytes: int | None, residual_bytes: int | None, is_left: bool
 ) -> None:
-    store = new_store(folder=tmp_path, checkpoint_bytes=most, residual_bytes=residual_bytes)
+    store = new_store(folder=tmp_path, checkpoint_bytes=max_bytes, residual_bytes=residual_bytes)
     store.begin([STATES[0].size], [], 0)
     store.save(0, {"hidden_states": STATES[0]})
     with store.restore(0) as arrays:
@@ -126,7 +126,7 @@ def test_a_full_disk_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with raises(RunError, "storage-full", saying=os.strerror(28)) as caught:
+    with raises(RunError, "storage-full", containing=os.strerror(28)) as caught:
         restored(new_store(folder=tmp_path, checkpoint_bytes=0), STATES)
     assert caught.value.remedy
     assert os.listdir(tmp_path) == []
@@ -148,9 +148,9 @@ def bundle(
     )
 
 
-def gradient(programs: OpenEngine, call: Call, most: int) -> tuple[list[bytes], ActivationStore]:
+def gradient(programs: OpenEngine, call: Call, max_bytes: int) -> tuple[list[bytes], ActivationStore]:
     """Return outputs and gradient of the second of two steps with this memory for residuals."""
-    store = ActivationStore(programs.blocks, residual_bytes=most)
+    store = ActivationStore(programs.blocks, residual_bytes=max_bytes)
     engine = ChainEngine(programs.blocks, 1, store)
     for _ in range(2):
         result = computed(engine, BACKWARD, call)
@@ -160,7 +160,7 @@ def gradient(programs: OpenEngine, call: Call, most: int) -> tuple[list[bytes], 
 def sizes(store: ActivationStore) -> dict[int, int]:
     """Return the bytes of the arrays of each saving block, the last block first."""
     result = dict[int, int]()
-    for number, part in product(reversed(range(MOST_BLOCKS)), range(MOST_PARTS)):
+    for number, part in product(reversed(range(MAX_BLOCKS)), range(MAX_PARTS)):
         with suppress(IndexError):
             for residual in store.residuals(number, part).values():
                 result[number] = result.get(number, 0) + residual.values.nbytes
@@ -171,24 +171,24 @@ def sizes(store: ActivationStore) -> dict[int, int]:
 @pytest.mark.parametrize("engine", ["native", "torch"])
 @pytest.mark.parametrize("rows", [1, 3, 9])
 @needs_compiler
-def test_whatever_is_saved_the_gradient_has_the_same_bits(bundle: Bundle, rows: int, engine: str) -> None:
+def test_the_gradient_has_the_same_bits_whatever_is_saved(bundle: Bundle, rows: int, engine: str) -> None:
     """No block saves, then one more block at a time, from the last one down."""
     call = call_of(bundle.chain.model, rows)
     programs = opened(bundle, BACKWARD, engine)
     expected, store = gradient(opened(bundle, BACKWARD), call, 0)
     assert sizes(store) == {}
-    taken = sizes(gradient(programs, call, ENOUGH)[1])
+    residual_bytes = sizes(gradient(programs, call, ENOUGH)[1])
     chain = bundle.chain
-    assert [*taken] == [*reversed(range(chain.lowest_adapted, len(chain.blocks)))]
-    for count in range(len(taken) + 1):
-        most = sum([*taken.values()][:count])
-        result, store = gradient(programs, call, most)
+    assert [*residual_bytes] == [*reversed(range(chain.lowest_adapted, len(chain.blocks)))]
+    for count in range(len(residual_bytes) + 1):
+        max_bytes = sum([*residual_bytes.values()][:count])
+        result, store = gradient(programs, call, max_bytes)
         assert result == expected
-        assert sizes(store) == dict([*taken.items()][:count])
+        assert sizes(store) == dict([*residual_bytes.items()][:count])
 
 
 @needs_compiler
-def test_what_was_saved_is_not_computed_again(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saved_residuals_are_not_computed_again(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     call, programs = call_of(bundle.chain.model, 2), opened(bundle, BACKWARD)
     run, roles = programs.blocks.run, list[tuple[int, str]]()
 
@@ -228,9 +228,7 @@ def test_calls_of_other_sizes_follow_each_other(bundle: Bundle) -> None:
 
 
 @needs_compiler
-def test_a_budget_is_what_is_left_next_to_all_weights(
-    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_residuals_get_the_memory_that_weights_leave(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = bundle.chain.loaded_bytes(lambda name: bundle.file(name).stat().st_size)
     for memory, left in ((max(loaded), 0), (sum(loaded), 0), (sum(loaded) + 12_345, 12_345)):
         assert opened(bundle, BACKWARD, loaded=memory).store.residual_bytes == left
@@ -252,7 +250,7 @@ def test_rounded_checkpoints_force_recomputation(bundle: Bundle) -> None:
 
 
 @needs_compiler
-def test_a_bundle_of_an_earlier_version_computes_all_again(bundle: Bundle, tmp_path: Path) -> None:
+def test_a_bundle_of_an_earlier_version_recomputes_everything(bundle: Bundle, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(bundle.folder, tmp_path / "bundle"))
     manifest = read_manifest(folder)
     for program in manifest["chain"]["programs"]:
@@ -274,7 +272,7 @@ def test_one_target_takes_the_memory_of_two(bundle: Bundle) -> None:
 
 
 @needs_compiler
-def test_blocks_that_save_nothing_as_experts_do_are_passed_over(
+def test_blocks_without_residuals_such_as_experts_are_skipped(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blocks = opened(bundle, BACKWARD).blocks

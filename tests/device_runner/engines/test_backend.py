@@ -16,7 +16,7 @@ from tests.refusals import raises
 
 
 @needs_compiler
-def test_the_native_engine_comes_first_and_its_lack_has_a_reason(
+def test_the_native_engine_is_preferred_and_its_absence_has_a_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert choose_backend("auto") == choose_backend("native") == Backend("native")
@@ -32,8 +32,8 @@ def test_the_native_engine_comes_first_and_its_lack_has_a_reason(
 
 @pytest.mark.parametrize("threads", [0, -2])
 @pytest.mark.parametrize("name", ["torch", pytest.param("native", marks=needs_compiler)])
-def test_a_number_of_threads_that_cant_be_is_refused(name: str, threads: int) -> None:
-    with raises(EngineError, "threads-out-of-bounds", saying=str(threads)):
+def test_an_impossible_number_of_threads_is_refused(name: str, threads: int) -> None:
+    with raises(EngineError, "threads-out-of-bounds", containing=str(threads)):
         Backend(name).runtime.set_threads(threads)
 
 
@@ -60,7 +60,7 @@ def test_a_missing_runtime_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib, "import_module", absent)
     torch_runtime.runtime.cache_clear()
     try:
-        with raises(EngineError, "package-not-importable", saying="pip install executorch"):
+        with raises(EngineError, "package-not-importable", containing="pip install executorch"):
             torch_runtime.prepare()
     finally:
         torch_runtime.runtime.cache_clear()

@@ -40,7 +40,7 @@ class Zeros(CheckedEngine):
 DECODER = make_spec()
 ENCODER = make_spec(readout="pooled", width=8)
 SIZE = adapter_size(DECODER.modules)
-WORDS, LENGTH = DECODER.vocabulary_size, DECODER.sequence_length
+VOCABULARY_SIZE, LENGTH = DECODER.vocabulary_size, DECODER.sequence_length
 FIRST = TokenSequence((5,), (Target(0, 6, 1.0, 0),))
 
 
@@ -79,23 +79,23 @@ def compute(engine: Zeros, method: str, call: Call) -> object:
         *(
             (
                 model,
-                sequence(token=WORDS - 1),
+                sequence(token=VOCABULARY_SIZE - 1),
                 sequence(token=token),
                 "token-out-of-bounds",
-                str(WORDS - 1),
+                str(VOCABULARY_SIZE - 1),
             )
             for model in (DECODER, ENCODER)
-            for token in (WORDS, -1)
+            for token in (VOCABULARY_SIZE, -1)
         ),
         *(
             (
                 DECODER,
-                sequence(target=WORDS - 1),
+                sequence(target=VOCABULARY_SIZE - 1),
                 sequence(target=target),
                 "target-out-of-bounds",
                 f"{target} at 0",
             )
-            for target in (WORDS, -1)
+            for target in (VOCABULARY_SIZE, -1)
         ),
         *(
             (
@@ -119,7 +119,7 @@ def test_an_index_out_of_range_never_reaches_the_program(
 ) -> None:
     engine = Zeros(model, 1)
     compute(engine, method, call_with(FIRST, good))
-    with raises(EngineError, code, saying=value) as caught:
+    with raises(EngineError, code, containing=value) as caught:
         compute(engine, method, call_with(FIRST, bad))
     assert caught.value.what.startswith("Sequence 1 ")
     assert engine.calls == 1
@@ -145,7 +145,7 @@ def test_adapters_that_dont_fit_are_reported_and_the_engine_stays_usable(
 ) -> None:
     engine = Zeros(DECODER, 1)
     good = call_with(FIRST)
-    with raises(EngineError, "adapters-of-other-shape", saying=value):
+    with raises(EngineError, "adapters-of-other-shape", containing=value):
         compute(engine, method, replace(good, adapters=adapters))
     compute(engine, method, good)
     assert engine.calls == 1 and engine.seconds > 0
@@ -154,7 +154,7 @@ def test_adapters_that_dont_fit_are_reported_and_the_engine_stays_usable(
 @pytest.mark.parametrize("method", ["jvp", "vjp"])
 def test_derivatives_are_of_one_copy(method: str) -> None:
     call = call_with(FIRST, copies=2)
-    with raises(EngineError, "adapters-of-other-shape", saying=f"float32 [2, {SIZE}]"):
+    with raises(EngineError, "adapters-of-other-shape", containing=f"float32 [2, {SIZE}]"):
         compute(Zeros(DECODER, 1), method, call)
     assert compute(Zeros(DECODER, 1), "forward", call) is not None
 
@@ -184,9 +184,9 @@ def test_directions_that_dont_fit_are_reported_and_the_engine_stays_usable(
     directions = {**directions_of(DECODER), name: value}
     if value is None:
         del directions[name]
-    with raises(EngineError, "directions-of-other-shape", saying=result):
+    with raises(EngineError, "directions-of-other-shape", containing=result):
         engine.jvp(call, directions)
-    with raises(EngineError, "directions-of-other-shape", saying="[0, 1, "):
+    with raises(EngineError, "directions-of-other-shape", containing="[0, 1, "):
         engine.jvp(call, directions_of(DECODER, queries=0))
     compute(engine, "jvp", call)
     assert engine.calls == 1
@@ -194,25 +194,25 @@ def test_directions_that_dont_fit_are_reported_and_the_engine_stays_usable(
 
 def test_a_gradient_of_another_shape_than_the_outputs_is_refused() -> None:
     engine, call = Zeros(DECODER, 1), call_with(FIRST, sequence())
-    with raises(EngineError, "gradient-of-other-shape", saying="[]"):
+    with raises(EngineError, "gradient-of-other-shape", containing="[]"):
         engine.vjp(call, lambda outputs: outputs.sum())
-    with raises(EngineError, "gradient-of-other-shape", saying="[1, 3]"):
+    with raises(EngineError, "gradient-of-other-shape", containing="[1, 3]"):
         engine.vjp(call, lambda outputs: outputs[None])
     _, gradient = engine.vjp(call, lambda outputs: np.ones(outputs.shape))
     assert gradient.dtype == np.float32
 
 
-def test_what_the_runtime_refuses_is_explained() -> None:
+def test_refusals_of_the_runtime_are_explained() -> None:
     engine = Zeros(DECODER, 1)
-    with raises(EngineError, "engine-failed", saying="0x12"):
+    with raises(EngineError, "engine-failed", containing="0x12"):
         engine.forward(call_with(TokenSequence((63,))))
     engine.forward(call_with(FIRST))
 
 
-def test_the_pool_is_of_one_size_while_an_engine_is_used() -> None:
+def test_the_number_of_threads_is_fixed_while_an_engine_is_used() -> None:
     engine = Zeros(DECODER, 2)
     assert not check_threads(None, 2) and not check_threads(2, 2)
-    with raises(EngineError, "threads-differ", saying="2"):
+    with raises(EngineError, "threads-differ", containing="2"):
         check_threads(1, 2)
     # Like a traceback that holds its own frame.
     cycle: list[Any] = [engine]

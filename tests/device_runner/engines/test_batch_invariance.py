@@ -109,8 +109,8 @@ class Scene:
         if role == FORWARD:
             outputs = engine.forward(call)
         elif role == JVP:
-            mine = {name: factors[:, list(rows)] for name, factors in self.directions.items()}
-            first, tangents = engine.jvp(call, mine)
+            selected = {name: factors[:, list(rows)] for name, factors in self.directions.items()}
+            first, tangents = engine.jvp(call, selected)
             outputs = np.concatenate([first[None], tangents])
         else:
             result, gradient = engine.vjp(call, gradient_by_outputs)
@@ -144,7 +144,7 @@ def gradient_by_outputs(outputs: FloatArray) -> Array:
     return np.cos(3 * outputs) / 8
 
 
-def made(name: str, made_once: FolderBuilder) -> Path:
+def export_bundle(name: str, made_once: FolderBuilder) -> Path:
     """Return the folder of a bundle by `architecture scheme ...`, with the settings that follow."""
     architecture, scheme, *more = name.split()
     roles = [FORWARD, JVP, BACKWARD]
@@ -162,20 +162,20 @@ def made(name: str, made_once: FolderBuilder) -> Path:
     ],
 )
 def scene(request: pytest.FixtureRequest, made_once: FolderBuilder) -> Scene:
-    return Scene(open_bundle(made(request.param, made_once) / "bundle"))
+    return Scene(open_bundle(export_bundle(request.param, made_once) / "bundle"))
 
 
 def check(scene: Scene, role: str, rows: Sequence[int], copies: int) -> None:
     """Check that each row's outputs and the sum of gradients equal those of rows alone."""
     result, gradient = scene.outputs(role, rows, copies)
-    for place, row in enumerate(rows):
-        assert result[place].tobytes() == scene.alone(role, row, copies)[0].tobytes(), (role, rows, place)
+    for index, row in enumerate(rows):
+        assert result[index].tobytes() == scene.alone(role, row, copies)[0].tobytes(), (role, rows, index)
     if role == BACKWARD:
         assert gradient.tobytes() == scene.added(rows).tobytes()
 
 
 @pytest.mark.parametrize(("role", "copies"), CALLS, ids=CALL_NAMES)
-def test_a_row_among_all_others_is_what_it_is_alone(scene: Scene, role: str, copies: int) -> None:
+def test_a_row_among_all_others_has_the_bits_of_the_row_alone(scene: Scene, role: str, copies: int) -> None:
     for rows in ([*range(len(LENGTHS))], [*reversed(range(len(LENGTHS)))]):
         check(scene, role, rows, copies)
 
@@ -183,14 +183,14 @@ def test_a_row_among_all_others_is_what_it_is_alone(scene: Scene, role: str, cop
 @pytest.mark.parametrize(("role", "copies"), CALLS, ids=CALL_NAMES)
 @FEW
 @given(rows=ROWS)
-def test_a_row_among_any_others_is_what_it_is_alone(
+def test_a_row_among_any_others_has_the_bits_of_the_row_alone(
     scene: Scene, role: str, copies: int, rows: list[int]
 ) -> None:
     check(scene, role, rows, copies)
 
 
-def test_every_role_answers_the_same(scene: Scene) -> None:
-    """So a run starts with exactly its reference scores."""
+def test_every_role_has_the_same_outputs(scene: Scene) -> None:
+    """A run therefore starts with exactly its reference scores."""
     for row in range(len(LENGTHS)):
         expected = scene.alone(FORWARD, row)[0][0].tobytes()
         for role, copies in CALLS[1:]:
@@ -198,7 +198,9 @@ def test_every_role_answers_the_same(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("copies", [1, 2, 8])
-def test_a_copy_of_the_adapter_is_computed_alike_with_any_number_of_others(scene: Scene, copies: int) -> None:
+def test_a_copy_of_the_adapter_has_the_same_outputs_with_any_number_of_others(
+    scene: Scene, copies: int
+) -> None:
     rows = [3, 0, 5]
     few, _ = scene.outputs(FORWARD, rows, copies)
     many, _ = scene.outputs(FORWARD, rows, copies=9)
@@ -206,7 +208,7 @@ def test_a_copy_of_the_adapter_is_computed_alike_with_any_number_of_others(scene
         assert one.tobytes() == other[:copies].tobytes()
 
 
-def test_a_gradient_is_the_same_whether_values_are_saved_for_it_or_not(scene: Scene) -> None:
+def test_a_gradient_is_the_same_with_and_without_residuals(scene: Scene) -> None:
     assert scene.opened.store.residual_bytes
     call = scene.call(range(len(LENGTHS)))
     (outputs, saved), (again, computed) = (
@@ -223,8 +225,8 @@ def test_states_from_the_cache_change_no_bit(scene: Scene, tmp_path: Path) -> No
     rows = [7, 2, 0, 3]
     for _ in range(2):
         result, gradient = scene.outputs(BACKWARD, rows, engine=engine)
-        for place, row in enumerate(rows):
-            assert result[place].tobytes() == scene.alone(BACKWARD, row)[0].tobytes()
+        for index, row in enumerate(rows):
+            assert result[index].tobytes() == scene.alone(BACKWARD, row)[0].tobytes()
         assert gradient.tobytes() == scene.added(rows).tobytes()
     assert cache.computed == len(rows) and cache.reused >= len(rows)
 
@@ -243,7 +245,7 @@ def examples_of(scene: Scene) -> list[Example]:
     ]
 
 
-def test_an_examples_scores_and_loss_are_its_own(scene: Scene) -> None:
+def test_an_examples_scores_and_loss_do_not_depend_on_other_examples(scene: Scene) -> None:
     chain, engine = scene.bundle.chain, scene.opened.engine
     adapter = random_adapter(chain.modules, 2, 0.1)
     head = Head(3, chain.width) if chain.is_encoder else None
@@ -265,7 +267,7 @@ def test_an_examples_scores_and_loss_are_its_own(scene: Scene) -> None:
 
 
 @pytest.mark.whole
-def test_rows_in_chunks_are_what_they_are_alone(long_rows: Path) -> None:
+def test_rows_in_chunks_have_the_bits_of_rows_alone(long_rows: Path) -> None:
     scene = Scene(open_bundle(long_rows), (150, 20, 64, 65, 20, 97))
     for role, copies in CALLS:
         check(scene, role, [*range(len(scene.lengths))], copies)
@@ -274,7 +276,7 @@ def test_rows_in_chunks_are_what_they_are_alone(long_rows: Path) -> None:
 
 @pytest.fixture
 def long_rows(made_once: FolderBuilder, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A bundle for rows of up to 160 tokens; rows of more than 64 are computed in chunks."""
+    """Return a bundle for rows of up to 160 tokens; rows of more than 64 are computed in chunks."""
     from prge.formats import chain
 
     monkeypatch.setattr(chain, "MAX_WHOLE_TOKENS", 128)
@@ -288,7 +290,7 @@ def long_rows(made_once: FolderBuilder, monkeypatch: pytest.MonkeyPatch) -> Path
 
 
 @pytest.mark.whole
-def test_rows_of_smollm2_in_int4_are_what_they_are_alone(made_once: FolderBuilder, smollm2: Path) -> None:
+def test_rows_of_smollm2_in_int4_have_the_bits_of_rows_alone(made_once: FolderBuilder, smollm2: Path) -> None:
     """Through 30 layers with int8 activations the last bit of a float grows to tenths of a nat."""
 
     def fill(folder: Path) -> None:

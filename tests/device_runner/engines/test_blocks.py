@@ -32,7 +32,7 @@ LOADING = ("program-refused", "program-of-other-version", "program-aborts")
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache."""
+    """Return an empty cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache/prge/packed"
 
@@ -47,7 +47,7 @@ def native_engine(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.
 
 @pytest.fixture
 def folder(make_chain: Callable[[str], Path], tmp_path: Path) -> Path:
-    """A copy of a decoder's bundle to damage."""
+    """Return a copy of a decoder's bundle to damage."""
     return Path(shutil.copytree(make_chain("llama") / "bundle", tmp_path / "bundle"))
 
 
@@ -75,8 +75,8 @@ def gradient(folder: Path) -> bytes:
     return b"".join(bits(computed(opened(bundle, BACKWARD).engine, BACKWARD, call_of(bundle.chain.model, 2))))
 
 
-def refused(folder: Path, *codes: str, saying: str, engine: str = "native") -> None:
-    with raises(BundleError, *codes, saying=saying) as error:
+def refused(folder: Path, *codes: str, containing: str, engine: str = "native") -> None:
+    with raises(BundleError, *codes, containing=containing) as error:
         answer(folder, engine)
     assert error.value.remedy
 
@@ -86,14 +86,14 @@ def refused(folder: Path, *codes: str, saying: str, engine: str = "native") -> N
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", [BLOCK, EMBEDDING, HEAD])
-def test_a_changed_weights_file_is_noticed_with_a_packed_file_and_without(
+def test_a_changed_weights_file_is_detected_with_and_without_a_packed_file(
     folder: Path, engine: str, name: str
 ) -> None:
     """The engine maps packed weights and reads the others from the weights file."""
     before, whole = answer(folder, engine), (folder / name).read_bytes()
     for share in (0.3, 0.9):
         flip(folder / name, share)
-        refused(folder, "bundle-file-hash", saying=Path(name).name, engine=engine)
+        refused(folder, "bundle-file-hash", containing=Path(name).name, engine=engine)
         (folder / name).write_bytes(whole)
     assert answer(folder, engine) == before
 
@@ -123,7 +123,7 @@ def test_blocks_of_one_type_in_another_order_are_another_model(folder: Path) -> 
 def test_a_weights_file_of_another_type_is_refused(folder: Path, engine: str, other: str) -> None:
     shutil.copy(folder / other, folder / BLOCK)
     rehash(folder)
-    refused(folder, *LOADING, saying="000.ptd", engine=engine)
+    refused(folder, *LOADING, containing="000.ptd", engine=engine)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -131,18 +131,18 @@ def test_a_weights_file_of_another_type_is_refused(folder: Path, engine: str, ot
 def test_a_program_of_another_type_is_refused(folder: Path, engine: str, name: str) -> None:
     shutil.copy(folder / name, folder / PROGRAM)
     rehash(folder)
-    refused(folder, "program-of-other-signature", saying="block.pte", engine=engine)
+    refused(folder, "program-of-other-signature", containing="block.pte", engine=engine)
 
 
 def test_a_program_that_lacks_a_method_is_refused(folder: Path) -> None:
     shutil.copy(folder / "programs/embedding.pte", folder / "programs/head.pte")
     rehash(folder)
-    refused(folder, "program-of-other-signature", saying="jvp")
+    refused(folder, "program-of-other-signature", containing="jvp")
 
 
-def change(folder: Path, how: Callable[[Any], object]) -> None:
+def change(folder: Path, edit: Callable[[Any], object]) -> None:
     manifest = read_manifest(folder)
-    how(manifest["chain"])
+    edit(manifest["chain"])
     write_manifest(folder, manifest)
 
 
@@ -152,10 +152,10 @@ def exchange_saved(program: dict[str, Any]) -> None:
     names[1:] = reversed(names[1:])
 
 
-def forget(method: dict[str, Any], what: str, name: str) -> None:
+def forget(method: dict[str, Any], direction: str, name: str) -> None:
     """Remove an input or output by name."""
-    position = method[f"{what}s"].index(name)
-    for listed in (f"{what}s", f"{what}_specs"):
+    position = method[f"{direction}s"].index(name)
+    for listed in (f"{direction}s", f"{direction}_specs"):
         method.get(listed, [])[position : position + 1] = []
 
 
@@ -173,7 +173,7 @@ def without_specs(chain: dict[str, Any]) -> None:
             del method["input_specs"], method["output_specs"]
 
 
-def test_a_manifest_has_specs_of_all_methods_and_one_without_opens(folder: Path) -> None:
+def test_a_manifest_has_specs_of_all_methods_and_a_manifest_without_specs_opens(folder: Path) -> None:
     chain = open_bundle(folder).chain
     assert all(method.has_specs for program in chain.programs for method in program.methods.values())
     before, learned = answer(folder), gradient(folder)
@@ -184,7 +184,7 @@ def test_a_manifest_has_specs_of_all_methods_and_one_without_opens(folder: Path)
 
 @pytest.mark.parametrize("older", [False, True])
 @pytest.mark.parametrize(
-    ("how", "value"),
+    ("edit", "value"),
     [
         (lambda c: c["bounds"].update(copies=9), "int64 [9, 4, 16]"),
         (lambda c: c["bounds"].update(states=64), "float32 [1, 64, 64]"),
@@ -196,13 +196,13 @@ def test_a_manifest_has_specs_of_all_methods_and_one_without_opens(folder: Path)
         (lambda c: forget_saved(c["programs"][1]), "9 outputs"),
     ],
 )
-def test_a_manifest_of_other_shapes_than_the_programs_is_refused(
-    folder: Path, how: Callable[[Any], object], value: str, older: bool
+def test_a_manifest_with_shapes_that_differ_from_the_programs_is_refused(
+    folder: Path, edit: Callable[[Any], object], value: str, older: bool
 ) -> None:
     if older:
         change(folder, without_specs)
-    change(folder, how)
-    refused(folder, "program-of-other-signature", saying=value)
+    change(folder, edit)
+    refused(folder, "program-of-other-signature", containing=value)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -214,12 +214,12 @@ def test_a_manifest_of_other_shapes_than_the_programs_is_refused(
         "float32 [8, 4, 16, 64, 1]",
     ],
 )
-def test_specs_that_are_not_the_programs_are_refused(folder: Path, engine: str, spec: str) -> None:
-    def lie(chain: dict[str, Any]) -> None:
+def test_specs_that_differ_from_the_programs_are_refused(folder: Path, engine: str, spec: str) -> None:
+    def change_spec(chain: dict[str, Any]) -> None:
         chain["programs"][1]["methods"]["forward"]["input_specs"][0] = spec
 
-    change(folder, lie)
-    refused(folder, "program-of-other-signature", saying=spec, engine=engine)
+    change(folder, change_spec)
+    refused(folder, "program-of-other-signature", containing=spec, engine=engine)
 
 
 def shards(chain: dict[str, Any], count: int) -> None:
@@ -238,15 +238,15 @@ def shards(chain: dict[str, Any], count: int) -> None:
         (2, "program-of-other-signature", "float32 [16, 1, 64]"),
     ],
 )
-def test_a_head_of_another_number_of_shards_than_was_written_is_refused(
+def test_a_head_with_another_number_of_shards_is_refused(
     folder: Path, count: int, code: str, value: str
 ) -> None:
     change(folder, lambda chain: shards(chain, count))
-    with raises(BundleError, code, saying=value):
+    with raises(BundleError, code, containing=value):
         gradient(folder)
 
 
-def test_blocks_that_dont_hand_on_states_of_one_width_are_refused(folder: Path) -> None:
+def test_blocks_with_hidden_states_of_different_widths_are_refused(folder: Path) -> None:
     """A head in place of a block takes hidden states and outputs none."""
     from device_runner.engines.shapes import MethodShapes, block_problems
     from device_runner.engines.tables import Tables
@@ -290,19 +290,19 @@ def test_tables_that_dont_fit_are_refused(
     tensors = safetensors.numpy.load_file(folder / TABLES)
     safetensors.numpy.save_file(damage(tensors) or {"x": np.zeros(1, np.float32)}, folder / TABLES)
     rehash(folder)
-    refused(folder, code, saying=value)
+    refused(folder, code, containing=value)
 
 
 @pytest.mark.parametrize("content", [b"", b"no tables", b"\xff" * 100])
 def test_an_invalid_tables_file_is_refused(folder: Path, content: bytes) -> None:
     (folder / TABLES).write_bytes(content)
     rehash(folder)
-    refused(folder, "file-unreadable", saying=Path(TABLES).name)
+    refused(folder, "file-unreadable", containing=Path(TABLES).name)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", [PROGRAM, BLOCK, HEAD])
-def test_content_that_may_end_the_engine_ends_a_child_alone(folder: Path, engine: str, name: str) -> None:
+def test_content_that_may_crash_the_engine_only_ends_a_child(folder: Path, engine: str, name: str) -> None:
     """Half of a file is noise with a correct hash; some of these files still load."""
     content, whole = (folder / name).read_bytes(), answer(folder, engine)
     for seed in range(3):
@@ -325,7 +325,7 @@ def packed_of(cache: Path) -> list[Path]:
     return sorted(path for path in cache.iterdir() if path.suffix == "" and path.name != "lock")
 
 
-def test_a_packed_file_of_the_backward_pass_is_made_again_wherever_it_is_damaged(
+def test_a_packed_file_of_the_backward_pass_is_written_again_wherever_it_is_damaged(
     folder: Path, cache: Path
 ) -> None:
     """Damage of transposed weights, which only the backward pass reads, must be detected."""
@@ -338,7 +338,7 @@ def test_a_packed_file_of_the_backward_pass_is_made_again_wherever_it_is_damaged
         assert {path: path.read_bytes() for path in packed_of(cache)} == whole
 
 
-def test_packed_files_that_are_gone_meanwhile_end_no_call(folder: Path, cache: Path) -> None:
+def test_packed_files_that_disappear_end_no_call(folder: Path, cache: Path) -> None:
     """With memory for one block's weights each block is mapped again in every call, in both directions."""
     bundle = open_bundle(folder)
     largest = max(bundle.file(block.weights).stat().st_size for block in bundle.chain.blocks)

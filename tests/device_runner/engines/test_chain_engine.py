@@ -71,7 +71,7 @@ def close(result: Array, expected: Array, tolerance: float = 2e-5) -> bool:
 
 
 @pytest.mark.parametrize(("copies", "sequences"), STACKS)
-def test_outputs_are_the_models_with_every_copys_adapter(
+def test_outputs_equal_those_of_the_model_with_every_copys_adapter(
     bundle: Bundle, oracle: TorchEngine, copies: int, sequences: int
 ) -> None:
     call = call_of(bundle.chain.model, sequences, copies)
@@ -82,7 +82,7 @@ def test_outputs_are_the_models_with_every_copys_adapter(
 
 
 @pytest.mark.parametrize(("queries", "sequences"), TANGENTS)
-def test_tangents_are_the_models_derivatives(
+def test_tangents_equal_derivatives_of_the_model(
     bundle: Bundle, oracle: TorchEngine, queries: int, sequences: int
 ) -> None:
     model = bundle.chain.model
@@ -99,12 +99,12 @@ def test_tangents_are_the_models_derivatives(
 
 def test_a_gradient_of_another_shape_than_the_outputs_is_refused(bundle: Bundle) -> None:
     engine, call = opened(bundle, BACKWARD).engine, call_of(bundle.chain.model, 3)
-    with raises(EngineError, "gradient-of-other-shape", saying="[]"):
+    with raises(EngineError, "gradient-of-other-shape", containing="[]"):
         engine.vjp(call, lambda outputs: outputs.sum())
     assert computed(engine, BACKWARD, call)
 
 
-def test_a_sequence_is_computed_alike_alone_and_among_others(bundle: Bundle) -> None:
+def test_a_sequence_has_the_same_outputs_alone_and_among_others(bundle: Bundle) -> None:
     call, model = call_of(bundle.chain.model, 7), bundle.chain.model
     engine = opened(bundle, FORWARD).engine
     among = engine.forward(call)
@@ -171,13 +171,13 @@ def test_any_layout_of_adapters_and_directions_is_accepted(bundle: Bundle) -> No
     assert bits(result) == bits(computed(engine, BACKWARD, call))
 
 
-def test_states_are_held_in_micro_batches(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_are_computed_in_micro_batches(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     """Micro-batches of any number of sequences, copies and queries change no bit."""
     engine = opened(bundle, BACKWARD).engine
     calls = [(role, call_for(bundle, role, 9)) for role in (FORWARD, JVP)]
     before = [bits(computed(engine, role, call)) for role, call in calls]
-    for most in (1, 100):
-        monkeypatch.setattr(planning, "MAX_HIDDEN_STATES", most)
+    for max_hidden_states in (1, 100):
+        monkeypatch.setattr(planning, "MAX_HIDDEN_STATES", max_hidden_states)
         assert [bits(computed(engine, role, call)) for role, call in calls] == before
 
 
@@ -209,10 +209,10 @@ def resident(programs: OpenEngine) -> set[int]:
     numbers = {str(file.packed): number for number, file in programs.blocks.files.items()}
     result, path = set[int](), ""
     for line in Path("/proc/self/smaps").read_text().splitlines():
-        words = line.split()
-        if not words[0].endswith(":"):
-            path = words[-1]
-        elif words[0] == "Rss:" and path in numbers and int(words[1]):
+        columns = line.split()
+        if not columns[0].endswith(":"):
+            path = columns[-1]
+        elif columns[0] == "Rss:" and path in numbers and int(columns[1]):
             result.add(numbers[path])
     return result
 
@@ -226,7 +226,7 @@ def test_without_a_bound_every_method_is_loaded_once(bundle: Bundle) -> None:
 
 
 def test_a_bound_below_the_largest_block_names_the_minimum(bundle: Bundle) -> None:
-    with raises(EngineError, "memory-too-little", saying="1000"):
+    with raises(EngineError, "memory-too-little", containing="1000"):
         opened(bundle, FORWARD, loaded=1000)
 
 
@@ -238,9 +238,9 @@ def test_many_calls_take_no_more_buffers_than_the_first(
     buffers: list[weakref.ref[mmap.mmap]] = []
 
     def noted(descriptor: int, length: int, *settings: Any) -> mmap.mmap:
-        made = mapping(descriptor, length, *settings)
-        buffers.append(weakref.ref(made))
-        return made
+        mapped = mapping(descriptor, length, *settings)
+        buffers.append(weakref.ref(mapped))
+        return mapped
 
     monkeypatch.setattr(mmap, "mmap", noted)
     call, counts = call_for(bundle, role, 9), []
@@ -286,7 +286,7 @@ def test_outputs_are_not_changed_by_later_calls(bundle: Bundle) -> None:
     assert bits(first) == before
 
 
-def test_the_adapter_that_an_answer_is_of_is_the_calls(bundle: Bundle) -> None:
+def test_outputs_are_those_of_the_calls_adapter(bundle: Bundle) -> None:
     """Buffers are filled anew between calls."""
     engine, call = opened(bundle, FORWARD).engine, call_of(bundle.chain.model, 2)
     before, after = (engine.forward(each) for each in (call, replace(call, adapters=2 * call.adapters)))
@@ -306,9 +306,9 @@ def test_a_failure_of_the_engine_is_reported_and_the_engine_stays_usable(bundle:
 
 def test_another_number_of_threads_is_refused_while_engines_live(bundle: Bundle) -> None:
     programs = open_engine(bundle, engine="native")
-    with raises(EngineError, "threads-differ", saying="7"):
+    with raises(EngineError, "threads-differ", containing="7"):
         open_engine(bundle, threads=7, engine="native")
-    with raises(EngineError, "threads-out-of-bounds", saying="0"):
+    with raises(EngineError, "threads-out-of-bounds", containing="0"):
         open_engine(bundle, threads=0, engine="native")
     assert programs.threads >= 1
 

@@ -51,17 +51,17 @@ def test_a_child_that_succeeds_reports_nothing(capfd: pytest.CaptureFixture[str]
         (fails_with(MemoryError()), EngineError, "out-of-memory", "block.pte"),
     ],
 )
-def test_the_end_of_a_child_is_reported(
+def test_the_reason_for_the_end_of_a_child_is_reported(
     attempt: Callable[[], None], error: type[PrgeError], code: str, value: str
 ) -> None:
-    with raises(error, code, saying=value) as caught:
+    with raises(error, code, containing=value) as caught:
         check_in_child(PROGRAM, attempt)
     assert caught.value.remedy
 
 
 def test_a_child_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child_check, "CHECK_SECONDS", 0.2)
-    with raises(BundleError, "program-hangs", saying=str(PROGRAM)):
+    with raises(BundleError, "program-hangs", containing=str(PROGRAM)):
         check_in_child(PROGRAM, lambda: time.sleep(60))
 
 

@@ -41,7 +41,7 @@ TOKENS, CHUNK = 40, 8
 
 
 @pytest.fixture(autouse=True)
-def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute rows of more than two calls' tokens in chunks, later ones in shorter chunks."""
     monkeypatch.setattr(chain, "MAX_WHOLE_TOKENS", 2 * CHUNK)
     monkeypatch.setattr(chain, "_CHUNK", CHUNK)
@@ -55,10 +55,8 @@ def folder(request: pytest.FixtureRequest, made_once: FolderBuilder) -> Path:
     more: dict[str, Any] = {"adapter": adapter[0]} if adapter else {}
     roles = ["forward", "jvp", "backward"]
 
-    def make(position: Path) -> object:
-        return export_chain(
-            position, architecture, sequence_length=TOKENS, roles=roles, context=TOKENS, **more
-        )
+    def make(target: Path) -> object:
+        return export_chain(target, architecture, sequence_length=TOKENS, roles=roles, context=TOKENS, **more)
 
     return made_once(f"chunks of {request.param}", make)
 
@@ -69,15 +67,15 @@ def calls_of(bundle: Bundle, sequences: int, copies: int = 1) -> Call:
     return call_of(bundle.chain.model, sequences, copies, lengths=lengths)
 
 
-def test_an_export_for_long_rows_has_pieces(folder: Path) -> None:
+def test_an_export_for_long_rows_has_chunks(folder: Path) -> None:
     result = open_bundle(folder / "bundle").chain
     assert (result.bounds.tokens, result.bounds.chunk) == (TOKENS, CHUNK)
     assert {PREFILL, PREFILL_JVP, PREFILL_BACKWARD} <= set(result.roles)
     assert result.longest(BACKWARD) == result.model.sequence_length == TOKENS
 
 
-def test_the_bits_follow_from_the_row_alone(folder: Path) -> None:
-    """They don't depend on other rows, the engine, or the loaded weights."""
+def test_the_bits_depend_on_the_row_alone(folder: Path) -> None:
+    """The bits don't depend on other rows, the engine, or the loaded weights."""
     bundle = open_bundle(folder / "bundle")
     call, engine = calls_of(bundle, 5), opened(bundle, FORWARD).engine
     result = split(bundle.chain.model, call, engine.forward(call))
@@ -86,13 +84,13 @@ def test_the_bits_follow_from_the_row_alone(folder: Path) -> None:
         assert engine.forward(one).tobytes() == result[number].tobytes()
     call = calls_of(bundle, 2)
     whole = bits(computed(opened(bundle, BACKWARD).engine, BACKWARD, call))
-    least = max(bundle.file(block.weights).stat().st_size for block in bundle.chain.blocks[1:])
-    for other in (opened(bundle, BACKWARD, loaded=least), opened(bundle, BACKWARD, "torch")):
+    min_bytes = max(bundle.file(block.weights).stat().st_size for block in bundle.chain.blocks[1:])
+    for other in (opened(bundle, BACKWARD, loaded=min_bytes), opened(bundle, BACKWARD, "torch")):
         assert bits(computed(other.engine, BACKWARD, call)) == whole
 
 
 @pytest.mark.parametrize(("role", "of_chunks"), [(JVP, PREFILL_JVP), (BACKWARD, PREFILL_BACKWARD)])
-def test_a_bundle_without_a_role_of_chunks_takes_short_rows_in_it(
+def test_a_bundle_without_a_role_for_chunks_accepts_only_short_rows_in_that_role(
     folder: Path, role: str, of_chunks: str
 ) -> None:
     bundle = open_bundle(folder / "bundle")
@@ -104,7 +102,7 @@ def test_a_bundle_without_a_role_of_chunks_takes_short_rows_in_it(
     assert bundle.chain.longest(role) == CHUNK
     assert bundle.chain.longest(FORWARD) == bundle.chain.model.sequence_length == TOKENS
     engine, model = opened(bundle, role).engine, bundle.chain.model
-    with raises(EngineError, "sequence-of-other-length", saying=role):
+    with raises(EngineError, "sequence-of-other-length", containing=role):
         computed(engine, role, call_of(model, 2, lengths=[8, 9]))
     assert computed(engine, role, call_of(model, 2, lengths=[8]))
     assert engine.forward(call_of(model, 2)).size
@@ -112,7 +110,7 @@ def test_a_bundle_without_a_role_of_chunks_takes_short_rows_in_it(
 
 def test_chunks_longer_than_rows_are_refused(folder: Path) -> None:
     result = open_bundle(folder / "bundle").chain
-    with raises(BundleError, "chain-not-runnable", saying=str(TOKENS + 1)):
+    with raises(BundleError, "chain-not-runnable", containing=str(TOKENS + 1)):
         replace(result, bounds=replace(result.bounds, chunk=TOKENS + 1))
 
 
@@ -123,12 +121,12 @@ def test_a_block_of_a_real_shape_at_1024_tokens(
     """A block of Qwen2.5-0.5B and a row of four chunks as in an export, against autograd."""
     monkeypatch.undo()
 
-    def make(position: Path) -> object:
+    def make(target: Path) -> object:
         shape = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 1}
         heads = {"num_attention_heads": 14, "num_key_value_heads": 2, "max_position_embeddings": 1024}
-        save_model(position / "model", "qwen2", **shape, **heads)
+        save_model(target / "model", "qwen2", **shape, **heads)
         settings = {"rank": 16, "sequence_length": 1024, "context": 1024, "roles": ["forward", "backward"]}
-        return export(ExportConfig(model=str(position / "model"), out=position / "bundle", **settings))
+        return export(ExportConfig(model=str(target / "model"), out=target / "bundle", **settings))
 
     folder = made_once("a real block in chunks", make)
     bundle = open_bundle(folder / "bundle")

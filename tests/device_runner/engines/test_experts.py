@@ -38,7 +38,7 @@ def bundle(folder: Path) -> Bundle:
     return open_bundle(folder / "bundle")
 
 
-def test_a_step_loads_the_experts_that_its_tokens_ask_for(folder: Path, bundle: Bundle) -> None:
+def test_a_step_loads_only_the_experts_that_its_tokens_are_routed_to(folder: Path, bundle: Bundle) -> None:
     chain = bundle.chain
     layers = [turn for turn in chain.block_groups(range(chain.head_start)) if chain.is_expert(turn.start)]
     # Without padding, which is routed to experts too.
@@ -47,9 +47,9 @@ def test_a_step_loads_the_experts_that_its_tokens_ask_for(folder: Path, bundle: 
     call = replace(call, sequences=(replace(sequence, tokens=sequence.tokens[:2] * 4),))
     expected = _experts_of(oracle_of(folder), call)
     assert all(0 < len(experts) < 8 for experts in expected)
-    least = max(chain.loaded_bytes(lambda name: bundle.file(name).stat().st_size))
+    min_bytes = max(chain.loaded_bytes(lambda name: bundle.file(name).stat().st_size))
     result = []
-    for memory in (None, least):
+    for memory in (None, min_bytes):
         programs = opened(bundle, BACKWARD, loaded=memory)
         with counted_loads(programs) as loads:
             result.append(bits(computed(programs.engine, BACKWARD, call)))

@@ -38,7 +38,7 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def bundle(make_chain: Callable[[str], Path]) -> Bundle:
-    """A Llama's bundle; rows and chunks of a prompt have up to 16 tokens."""
+    """Return a Llama's bundle; rows and chunks of a prompt have up to 16 tokens."""
     return open_bundle(make_chain("llama") / "bundle")
 
 
@@ -65,8 +65,8 @@ def folder(request: pytest.FixtureRequest, make_chain: Callable[[str], Path]) ->
     return make_chain(request.param)
 
 
-def test_logits_are_the_models_token_by_token(folder: Path) -> None:
-    """Grouped keys, sliding windows, rotations, learned positions, soft caps, up to the last position."""
+def test_logits_equal_those_of_the_model_token_by_token(folder: Path) -> None:
+    """The models have grouped keys, sliding windows, rotations, learned positions, or soft caps."""
     bundle = open_bundle(folder / "bundle")
     adapter, tokens = adapter_of(bundle, 1), tokens_of(bundle, POSITIONS)
     expected, exact = (
@@ -91,10 +91,10 @@ def test_logits_are_the_models_token_by_token(folder: Path) -> None:
     assert difference(generation_engine.feed(other, tokens[3:200]), expected[199]) < tolerance
 
 
-def test_a_prompt_is_read_alike_next_to_a_long_sequence(
+def test_a_prompt_has_the_same_logits_next_to_a_long_sequence(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its chunks are only short if the prompt itself is long."""
+    """The chunks of a prompt are only short if the prompt itself is long."""
     monkeypatch.setattr(generation, "LONG", 48)
     monkeypatch.setattr(generation, "CHUNK_OF_LONG", 8)
     adapter, tokens = adapter_of(bundle, 1), tokens_of(bundle, 45)
@@ -120,9 +120,11 @@ def test_every_sequence_of_a_step_has_its_own_adapter_and_length(
         rows[sequence] = tokens, logits_of(oracle, adapter, tokens)
 
     def step(*sequences: int) -> None:
-        asked = {sequence: rows[sequence][0][generation_engine.length(sequence)] for sequence in sequences}
-        answers = generation_engine.step(asked)
-        assert answers.keys() == asked.keys()
+        next_tokens = {
+            sequence: rows[sequence][0][generation_engine.length(sequence)] for sequence in sequences
+        }
+        answers = generation_engine.step(next_tokens)
+        assert answers.keys() == next_tokens.keys()
         for sequence, logits in answers.items():
             position = generation_engine.length(sequence) - 1
             assert difference(logits, rows[sequence][1][position]) < tolerance
@@ -163,8 +165,8 @@ def test_a_check_has_logits_for_each_token_and_changes_nothing(
     expected = logits_of(oracle, adapter, tokens)
     bound = TOLERANCE if dtype == "float32" else 1e-2
     generation_engine = open_generation_engine(bundle, slots=2, precision=dtype)
-    beside, text = generation_engine.open(adapter_of(bundle, 2)), generation_engine.open(adapter)
-    generation_engine.feed(beside, tokens)
+    other, text = generation_engine.open(adapter_of(bundle, 2)), generation_engine.open(adapter)
+    generation_engine.feed(other, tokens)
     generation_engine.feed(text, tokens[:12])
     wrong = [tokens[12], *tokens_of(bundle, 7, seed=5)]
     assert difference(generation_engine.check(text, wrong)[0], expected[12]) < bound
@@ -196,9 +198,9 @@ def test_a_text_ends_at_the_last_position(bundle: Bundle) -> None:
     generation_engine, adapter = open_generation_engine(bundle), adapter_of(bundle, 1)
     sequence = generation_engine.open(adapter)
     generation_engine.feed(sequence, tokens_of(bundle, POSITIONS))
-    with raises(EngineError, "text-too-long", saying=str(POSITIONS + 1)):
+    with raises(EngineError, "text-too-long", containing=str(POSITIONS + 1)):
         generation_engine.step({sequence: 5})
-    with raises(EngineError, "text-too-long", saying=str(POSITIONS + 6)):
+    with raises(EngineError, "text-too-long", containing=str(POSITIONS + 6)):
         generation_engine.feed(sequence, [5] * 6)
     assert generation_engine.length(sequence) == POSITIONS
 
@@ -206,16 +208,16 @@ def test_a_text_ends_at_the_last_position(bundle: Bundle) -> None:
 def test_a_shorter_context_may_be_requested(bundle: Bundle) -> None:
     generation_engine = open_generation_engine(bundle, context=20)
     assert generation_engine.context == 20
-    with raises(EngineError, "text-too-long", saying="21"):
+    with raises(EngineError, "text-too-long", containing="21"):
         generation_engine.feed(generation_engine.open(adapter_of(bundle, 1)), tokens_of(bundle, 21))
 
 
-def test_there_are_so_many_slots(bundle: Bundle) -> None:
+def test_the_number_of_slots_is_a_limit(bundle: Bundle) -> None:
     generation_engine, adapter = open_generation_engine(bundle, slots=2), adapter_of(bundle, 1)
     assert generation_engine.slots == 2
     first = generation_engine.open(adapter)
     generation_engine.open(adapter)
-    with raises(EngineError, "slots-full", saying="2"):
+    with raises(EngineError, "slots-full", containing="2"):
         generation_engine.open(adapter)
     generation_engine.close(first)
     generation_engine.open(adapter)
@@ -225,7 +227,7 @@ def test_a_bundle_without_the_roles_is_refused(bundle: Bundle) -> None:
     class Silent:
         chain = type("Chain", (), {"roles": ("forward", "backward")})
 
-    with raises(BundleError, "role-missing", saying="forward, backward"):
+    with raises(BundleError, "role-missing", containing="forward, backward"):
         ChainGenerationEngine(Silent())  # type: ignore[arg-type]
 
 
@@ -257,7 +259,7 @@ def test_a_sequence_may_have_an_adapter_with_another_lora_a(bundle: Bundle, make
             assert difference(result[sequence], logits[position]) < TOLERANCE
 
 
-def test_what_isnt_finite_stays_in_its_own_sequence(bundle: Bundle, oracle: TorchEngine) -> None:
+def test_values_that_are_not_finite_stay_in_their_own_sequence(bundle: Bundle, oracle: TorchEngine) -> None:
     broken, adapter = adapter_of(bundle, 1), adapter_of(bundle, 2)
     broken.values[:] = np.inf
     generation_engine, tokens = open_generation_engine(bundle, slots=2), tokens_of(bundle, 20)

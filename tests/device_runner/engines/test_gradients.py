@@ -54,7 +54,7 @@ ARCHITECTURES = ("gpt2", "gemma3", "opt", "qwen3", "roberta", "gemma4")
         *second_tier(("olmoe", "")),
     ],
 )
-def test_in_float32_it_is_autograds_but_for_rounding(
+def test_float32_gradients_equal_autograds_up_to_rounding(
     architecture: str, pooling: str, make_chain: Callable[[str], Path]
 ) -> None:
     """A target that occurs twice counts twice."""
@@ -84,7 +84,7 @@ def test_in_float32_it_is_autograds_but_for_rounding(
 
 @pytest.fixture(scope="module")
 def deep(made_once: FolderBuilder) -> Path:
-    """A narrow Llama with many int4 layers."""
+    """Return a narrow Llama with many int4 layers."""
     settings: dict[str, Any] = {"layers": LAYERS, "roles": ["backward"], "quantize": "8da4w"}
     return made_once("deep", lambda folder: export_chain(folder, "llama", **settings))
 
@@ -92,7 +92,7 @@ def deep(made_once: FolderBuilder) -> Path:
 @pytest.mark.whole
 @pytest.mark.parametrize("activations", ["rounded", "as they are"])
 @pytest.mark.parametrize("scale", [0.0, 1.0])
-def test_through_thirty_quantized_layers_it_points_where_autograds_does(
+def test_through_thirty_quantized_layers_the_gradient_has_the_direction_of_autograds(
     deep: Path, activations: str, scale: float
 ) -> None:
     """Autograd uses the same rounded weights; rounding of activations has derivative 1.

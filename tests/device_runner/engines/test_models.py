@@ -180,7 +180,7 @@ def graphs_of(folder: Path, lora_a: dict[str, torch.Tensor], tokens: int, limits
 
 
 def shared_values(folder: Path, name: str) -> Case:
-    """A decoder with values that several blocks read."""
+    """Return a decoder with values that several blocks read."""
     architecture, *top = name.split()
     save_model(folder, architecture)
     network: Any = load_model(str(folder)).model
@@ -195,7 +195,7 @@ def shared_values(folder: Path, name: str) -> Case:
 
 
 def recurrence(folder: Path, name: str) -> Case:
-    """A decoder with recurrences."""
+    """Return a decoder with recurrences."""
     save_model(folder, name)
     network: Any = load_model(str(folder)).model
     lora_a = lora_a_of(network, match_target_modules(network, IN_BLOCKS), 0.1)
@@ -205,7 +205,7 @@ def recurrence(folder: Path, name: str) -> Case:
 
 
 def design(folder: Path, name: str) -> Case:
-    """A decoder of another design."""
+    """Return a decoder of another design."""
     make_tiny(name).save_pretrained(folder)
     network: Any = load_meta_model(str(folder)).model
     unread = unadapted_modules(network)
@@ -219,7 +219,7 @@ def design(folder: Path, name: str) -> Case:
 
 
 def classifier(folder: Path, name: str) -> Case:
-    """An encoder with a classification head, which the oracle has too."""
+    """Return an encoder with a classification head, which the oracle has too."""
     architecture, *pooling = name.split()
     changes = {"classifier_pooling": "mean"} if pooling else {}
     make_classifier(architecture, CLASSES, **changes).save_pretrained(folder)
@@ -237,7 +237,7 @@ def classifier(folder: Path, name: str) -> Case:
 
 
 def chunks(made_once: FolderBuilder, name: str) -> Case:
-    """A bundle on the engine, for rows of up to five chunks; windows of tiny models are shorter."""
+    """Return a bundle on the engine, for rows of up to five chunks; windows of tiny models are shorter."""
     architecture, *adapter = name.split()
     settings: dict[str, Any] = {"adapter": adapter[0]} if adapter else {}
     settings |= {"sequence_length": 40, "context": 40, "roles": ["forward", "jvp", "backward"]}
@@ -303,8 +303,8 @@ def test_gradient(case: Case) -> None:
     call = case.call(max(len(case.lengths), 3))
     outputs, result = case.engine(BACKWARD).vjp(call, case.grad_fn)
     expected, gradient = case.oracle.vjp(call, loss_gradient_of)
-    most = case.limits.outputs * case.limits.scale(expected)
-    assert np.abs(case.read(outputs) - expected).max() < most
+    max_difference = case.limits.outputs * case.limits.scale(expected)
+    assert np.abs(case.read(outputs) - expected).max() < max_difference
     assert difference(result, gradient) < case.limits.gradient
 
 
@@ -318,8 +318,8 @@ def test_tangents(case: Case) -> None:
     for actual, expected, single in zip(*parts, strict=True):
         for query in range(2):
             # Residual streams that nearly cancel lose digits in PyTorch's single precision as well.
-            most = max(case.limits.tangents, difference(single[query], expected[query]))
-            assert difference(actual[query], expected[query]) < most
+            max_difference = max(case.limits.tangents, difference(single[query], expected[query]))
+            assert difference(actual[query], expected[query]) < max_difference
 
 
 @cases([name for name in DECODERS if name.startswith("shared")])
@@ -336,7 +336,7 @@ def test_gradient_from_residuals(case: Case) -> None:
 @pytest.mark.parametrize("precision", ["float32", "float16"])
 @cases(DECODERS)
 def test_texts(case: Case, precision: Any) -> None:
-    """Two sequences at once, token by token; one of them moves to the other's slot."""
+    """Two sequences are generated at once, token by token; one of them moves to the other's slot."""
     chain_of = case.blocks.chain
     tokens = np.random.default_rng(0).integers(3, chain_of.vocabulary_size, chain_of.bounds.tokens).tolist()
     adapter = random_adapter(chain_of.modules, 1, 0.3)
@@ -345,8 +345,8 @@ def test_texts(case: Case, precision: Any) -> None:
 
     def check(logits: Array, position: int) -> None:
         if precision == "float32":
-            most = case.limits.logits * case.limits.scale(expected[position])
-            assert np.abs(logits - expected[position]).max() < most
+            max_difference = case.limits.logits * case.limits.scale(expected[position])
+            assert np.abs(logits - expected[position]).max() < max_difference
         else:
             assert difference(logits, expected[position]) < 2e-2
 
@@ -367,7 +367,7 @@ def test_texts(case: Case, precision: Any) -> None:
 
 
 @cases([name for name in DECODERS if name.startswith("recurrent")])
-def test_texts_of_a_recurrence_in_slots_that_others_left(case: Case) -> None:
+def test_texts_of_a_recurrence_in_reused_slots(case: Case) -> None:
     """A recurrent state can't return to an earlier token: the sequence starts again from its beginning."""
     adapter = random_adapter(case.blocks.chain.modules, 1, 0.3)
     generation_engine = ChainGenerationEngine(case.blocks, slots=3)

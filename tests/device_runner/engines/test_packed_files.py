@@ -24,32 +24,34 @@ from device_runner.engines.packed_files import HashedFile, PackedFiles, folder_b
 from prge.engine import Array
 from prge.errors import BundleError
 from tests.compilers import needs_compiler
-from tests.device_runner.engines.blocks import METHODS, LoweredBlocks, example, room, sha256
+from tests.device_runner.engines.blocks import METHODS, LoweredBlocks, make_inputs, make_outputs, sha256
 from tests.refusals import raises
 
 pytestmark = needs_compiler
-PROBES = {name: example(name) for name in METHODS}
+PROBES = {name: make_inputs(name) for name in METHODS}
 
 
 @pytest.fixture(scope="module", params=["fp32", "8da4w"])
-def lowered(request: pytest.FixtureRequest, make_kind: Callable[[str, bool], LoweredBlocks]) -> LoweredBlocks:
-    """Blocks of each scheme, with dynamic shapes."""
-    return make_kind(request.param, True)
+def lowered(
+    request: pytest.FixtureRequest, make_blocks: Callable[[str, bool], LoweredBlocks]
+) -> LoweredBlocks:
+    """Return blocks of each scheme, with dynamic shapes."""
+    return make_blocks(request.param, True)
 
 
 @pytest.fixture(scope="module")
-def fp32(make_kind: Callable[[str, bool], LoweredBlocks]) -> LoweredBlocks:
-    """Blocks whose packed weights are as large as the originals."""
-    return make_kind("fp32", True)
+def fp32(make_blocks: Callable[[str, bool], LoweredBlocks]) -> LoweredBlocks:
+    """Return blocks whose packed weights are as large as the originals."""
+    return make_blocks("fp32", True)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Folder of packed files."""
+    """Return the folder of packed files."""
     return tmp_path / "packed"
 
 
-class Use:
+class PackedBlocks:
     """The packed files of one process, as a chain of two blocks uses them; `messages` are its reports."""
 
     def __init__(self, lowered: LoweredBlocks, folder: Path) -> None:
@@ -75,7 +77,7 @@ class Use:
         for shape in self.lowered.shapes:
             for name in METHODS:
                 for block in range(2):
-                    inputs, outputs = example(name, *shape), room(name, *shape)
+                    inputs, outputs = make_inputs(name, *shape), make_outputs(name, *shape)
                     methods[block][name].run(inputs, outputs)
                     self.lowered.assert_right(block, name, inputs, outputs)
         return [weights.packed for weights in opened]
@@ -86,14 +88,14 @@ def packed_of(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.suffix == "" and path.name != "lock")
 
 
-def test_two_blocks_of_one_type_have_a_file_each_and_a_second_start_makes_none(
+def test_two_blocks_of_one_type_have_a_file_each_which_a_second_start_reuses(
     lowered: LoweredBlocks, folder: Path
 ) -> None:
-    first = Use(lowered, folder)
+    first = PackedBlocks(lowered, folder)
     paths = first.assert_right()
     assert len(set(paths)) == 2 and set(paths) == set(packed_of(folder))
     before = {path: path.stat().st_mtime_ns for path in folder.iterdir() if path.name != "lock"}
-    second = Use(lowered, folder)
+    second = PackedBlocks(lowered, folder)
     assert second.assert_right() == first.assert_right() == paths
     assert before == {path: path.stat().st_mtime_ns for path in folder.iterdir() if path.name != "lock"}
     assert first.messages == second.messages == []
@@ -101,7 +103,7 @@ def test_two_blocks_of_one_type_have_a_file_each_and_a_second_start_makes_none(
 
 def test_a_file_holds_the_weights_of_all_methods(fp32: LoweredBlocks, folder: Path) -> None:
     """The first method that is loaded doesn't use all weights."""
-    Use(fp32, folder).assert_right()
+    PackedBlocks(fp32, folder).assert_right()
     values, page = fp32.eager[0]["score"].state_dict(), resource.getpagesize()
     # Each weight starts on its own page and has room for a bias.
     pages = sum(values[f"{name}.weight"].nbytes // page + 1 for name in ("up", "gate", "down"))
@@ -109,7 +111,7 @@ def test_a_file_holds_the_weights_of_all_methods(fp32: LoweredBlocks, folder: Pa
     assert len(sizes) == 2 and min(sizes) > pages * page
 
 
-def test_a_name_is_of_program_weights_engine_and_processor(
+def test_the_name_of_a_packed_file_depends_on_program_weights_engine_and_processor(
     fp32: LoweredBlocks, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def name(program: Path = fp32.program, weights: Path = fp32.weights[0]) -> Path | None:
@@ -139,12 +141,12 @@ def _flip(path: Path) -> None:
 
 def _exchange(path: Path) -> None:
     """Exchange a packed file with the other block's, with their checksums."""
-    other = next(result for result in packed_of(path.parent) if result != path)
+    other = next(each for each in packed_of(path.parent) if each != path)
     for suffix in ("", ".checksum"):
-        actual, theirs = (Path(f"{result}{suffix}") for result in (path, other))
-        content = actual.read_bytes()
-        actual.write_bytes(theirs.read_bytes())
-        theirs.write_bytes(content)
+        first, second = (Path(f"{each}{suffix}") for each in (path, other))
+        content = first.read_bytes()
+        first.write_bytes(second.read_bytes())
+        second.write_bytes(content)
 
 
 @pytest.mark.parametrize(
@@ -161,13 +163,13 @@ def _exchange(path: Path) -> None:
     ],
     ids=["flipped", "exchanged", "truncated", "empty", "gone", "no checksum", "other checksum", "zeros"],
 )  # fmt: skip
-def test_a_damaged_file_is_made_again(
+def test_a_damaged_file_is_written_again(
     lowered: LoweredBlocks, folder: Path, damage: Callable[[Path], object]
 ) -> None:
-    Use(lowered, folder).assert_right()
+    PackedBlocks(lowered, folder).assert_right()
     whole = {path: path.read_bytes() for path in packed_of(folder)}
     damage(packed_of(folder)[0])
-    use = Use(lowered, folder)
+    use = PackedBlocks(lowered, folder)
     assert set(use.assert_right()) == set(whole) and use.messages == []
     assert {path: path.read_bytes() for path in packed_of(folder)} == whole
 
@@ -182,21 +184,21 @@ def in_a_child(lowered: LoweredBlocks, attempt: Callable[[], object]) -> None:
     check_in_child(lowered.program, work)
 
 
-@pytest.mark.parametrize("asks", [True, False], ids=["asking before", "while packing"])
-def test_without_room_the_weights_stay_in_memory_and_that_is_reported_once(
-    fp32: LoweredBlocks, folder: Path, monkeypatch: pytest.MonkeyPatch, asks: bool
+@pytest.mark.parametrize("is_known", [True, False], ids=["asking before", "while packing"])
+def test_without_storage_the_weights_stay_in_memory_with_one_report(
+    fp32: LoweredBlocks, folder: Path, monkeypatch: pytest.MonkeyPatch, is_known: bool
 ) -> None:
     """A limit on the size of files simulates a full disk."""
-    if not asks:
+    if not is_known:
         monkeypatch.setattr(os, "posix_fallocate", lambda *_: None)
 
     def attempt() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, 1 << 14))
-        use = Use(fp32, folder)
+        use = PackedBlocks(fp32, folder)
         assert use.assert_right() == [None, None]
         (messages,) = use.messages
         assert messages.startswith("weights stay in memory instead of packed files: "), messages
-        assert ("File too large" if asks else "ftruncate") in messages, messages
+        assert ("File too large" if is_known else "ftruncate") in messages, messages
         assert packed_of(folder) == [] and folder_bytes(folder) == 0
 
     in_a_child(fp32, attempt)
@@ -204,13 +206,13 @@ def test_without_room_the_weights_stay_in_memory_and_that_is_reported_once(
 
 def test_a_folder_that_cant_be_written_does_no_harm(fp32: LoweredBlocks, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    use = Use(fp32, tmp_path / "file" / "packed")
+    use = PackedBlocks(fp32, tmp_path / "file" / "packed")
     assert use.assert_right() == [None, None]
     assert len(use.messages) == 1 and "file/packed can't be written: Not a directory" in use.messages[0]
 
 
 def test_a_path_that_is_too_long_for_the_engine_does_no_harm(fp32: LoweredBlocks, tmp_path: Path) -> None:
-    use = Use(fp32, tmp_path / ("long" * 30) / ("longer" * 20))
+    use = PackedBlocks(fp32, tmp_path / ("long" * 30) / ("longer" * 20))
     assert use.assert_right() == [None, None] and len(use.messages) == 1
 
 
@@ -220,12 +222,12 @@ def test_an_engine_that_dies_while_it_packs_does_no_harm(
 ) -> None:
     """An unforeseen full disk causes SIGBUS."""
     monkeypatch.setattr(packed_files, "without_threads", end)  # as the process that packs begins
-    use = Use(fp32, folder)
+    use = PackedBlocks(fp32, folder)
     assert use.assert_right() == [None, None]
     assert len(use.messages) == 1 and folder_bytes(folder) == 0
 
 
-class Restless(Program):
+class RandomOutputs(Program):
     """A program whose methods return other outputs every time."""
 
     def load(self, method: str, weights: WeightsFile, arena: Arena | None = None) -> Any:
@@ -241,11 +243,11 @@ class Restless(Program):
         return SimpleNamespace(run=run)
 
 
-def test_a_file_that_changes_answers_is_not_kept(
+def test_a_file_that_changes_outputs_is_not_kept(
     fp32: LoweredBlocks, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packed_files, "Program", Restless)
-    use = Use(fp32, folder)
+    monkeypatch.setattr(packed_files, "Program", RandomOutputs)
+    use = PackedBlocks(fp32, folder)
     assert use.assert_right() == [None, None]
     assert "its outputs change" in use.messages[0] and folder_bytes(folder) == 0
 
@@ -262,29 +264,29 @@ def test_a_process_that_was_killed_while_it_packed_leaves_no_files(
     process = os.fork()
     if process == 0:
         monkeypatch.setattr(packed_files, "without_threads", die)
-        Use(fp32, folder).open(0)
+        PackedBlocks(fp32, folder).open(0)
         os._exit(0)
     assert os.WTERMSIG(os.waitpid(process, 0)[1]) == signal.SIGKILL
     assert [path.read_bytes() for path in folder.glob("*.partial")] == [b"half"]
-    use = Use(fp32, folder)
+    use = PackedBlocks(fp32, folder)
     assert None not in use.assert_right() and use.messages == []
     assert list(folder.glob("*.partial")) == []
 
 
-def test_processes_at_once_make_a_file_once(
+def test_simultaneous_processes_write_a_file_once(
     fp32: LoweredBlocks, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = tmp_path / "made"
+    log = tmp_path / "made"
 
     def use() -> None:
         def slow() -> None:
-            with made.open("a") as stream:
+            with log.open("a") as stream:
                 stream.write("one\n")
             time.sleep(0.3)
             without_threads()
 
         monkeypatch.setattr(packed_files, "without_threads", slow)
-        result = Use(fp32, folder)
+        result = PackedBlocks(fp32, folder)
         if None in result.assert_right() or result.messages:
             raise EngineRefusalError(f"{result.messages}")
 
@@ -301,7 +303,7 @@ def test_processes_at_once_make_a_file_once(
         thread.start()
     for thread in threads:
         thread.join()
-    assert failures == [] and made.read_text() == "one\n" * 2
+    assert failures == [] and log.read_text() == "one\n" * 2
 
 
 def test_a_process_that_waits_too_long_continues_without(
@@ -311,47 +313,45 @@ def test_a_process_that_waits_too_long_continues_without(
     folder.mkdir()
     with (folder / "lock").open("wb") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
-        use = Use(fp32, folder)
+        use = PackedBlocks(fp32, folder)
         assert use.assert_right() == [None, None]
     assert len(use.messages) == 1 and "another process is making packed files" in use.messages[0]
-    assert None not in Use(fp32, folder).assert_right()
+    assert None not in PackedBlocks(fp32, folder).assert_right()
 
 
-def test_weights_that_are_not_those_of_their_hash_are_an_error(
-    fp32: LoweredBlocks, folder: Path, tmp_path: Path
-) -> None:
+def test_weights_with_a_wrong_hash_are_an_error(fp32: LoweredBlocks, folder: Path, tmp_path: Path) -> None:
     program = HashedFile(fp32.program, sha256(fp32.program))
     content = bytearray(fp32.weights[0].read_bytes())
     content[-1] ^= 1
     (tmp_path / "flipped.ptd").write_bytes(content)
     for path in (fp32.weights[1], tmp_path / "flipped.ptd"):
         weights = HashedFile(path, sha256(fp32.weights[0]))
-        with raises(BundleError, "bundle-file-hash", saying=str(path)):
+        with raises(BundleError, "bundle-file-hash", containing=str(path)):
             PackedFiles(pytest.fail, folder).open(program, weights, PROBES)
-    with raises(BundleError, "file-unreadable", saying=str(tmp_path / "missing.ptd")):
+    with raises(BundleError, "file-unreadable", containing=str(tmp_path / "missing.ptd")):
         PackedFiles(pytest.fail, folder).open(program, HashedFile(tmp_path / "missing.ptd", "0"), PROBES)
 
 
-def test_the_cache_reports_its_size_and_is_emptied_under_those_who_use_it(
+def test_the_cache_reports_its_size_and_can_be_emptied_while_it_is_used(
     fp32: LoweredBlocks, folder: Path
 ) -> None:
     assert folder_bytes(folder) == remove_files(folder) == 0
-    use = Use(fp32, folder)
+    use = PackedBlocks(fp32, folder)
     program = Program(fp32.program)
     method = program.load("score", weights=use.open(0))
     use.open(1)
     size = folder_bytes(folder)
     assert size > sum(path.stat().st_size for path in packed_of(folder)) > 1 << 15
     assert remove_files(folder) == size and folder_bytes(folder) == 0
-    inputs, outputs = example("score"), room("score")
+    inputs, outputs = make_inputs("score"), make_outputs("score")
     method.run(inputs, outputs)
     fp32.assert_right(0, "score", inputs, outputs)
     assert use.open(0).packed is None and len(use.messages) == 1
-    assert None not in Use(fp32, folder).assert_right()
+    assert None not in PackedBlocks(fp32, folder).assert_right()
 
 
 def test_probes_reach_every_output(fp32: LoweredBlocks) -> None:
-    """Otherwise comparing outputs would prove little."""
+    """If probes didn't reach all outputs, comparing outputs would prove little."""
     for name, inputs in PROBES.items():
         for value in fp32.expected(0, name, inputs):
             assert np.count_nonzero(value) == value.size

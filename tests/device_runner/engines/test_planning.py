@@ -37,7 +37,9 @@ def some_of(counts: list[int], data: st.DataObject) -> IntArray:
     ("tokens", "length"),
     [(1, 8), (2, 8), (8, 8), (9, 16), (96, 96), (97, 100), (100, 100), (101, 101), (299, 299)],
 )
-def test_a_sequence_is_padded_to_a_multiple_and_a_long_one_not_at_all(tokens: int, length: int) -> None:
+def test_a_sequence_is_padded_to_a_multiple_and_a_long_sequence_is_not_padded(
+    tokens: int, length: int
+) -> None:
     assert padded_length(tokens, BOUNDS) == length
 
 
@@ -58,12 +60,12 @@ def test_every_sequence_is_in_one_micro_batch_shorter_ones_first(counts: list[in
 
 
 @given(COUNTS, st.data())
-def test_every_row_passes_once_and_only_with_rows_of_its_length(
+def test_every_row_is_computed_once_and_only_with_rows_of_its_length(
     counts: list[int], data: st.DataObject
 ) -> None:
-    lengths, mine = lengths_of(counts), some_of(counts, data)
-    result = [*length_groups(mine, lengths, BOUNDS)]
-    assert sorted(np.concatenate(result).tolist()) == mine.tolist()
+    lengths, numbers = lengths_of(counts), some_of(counts, data)
+    result = [*length_groups(numbers, lengths, BOUNDS)]
+    assert sorted(np.concatenate(result).tolist()) == numbers.tolist()
     for rows in result:
         assert len({*lengths[rows].tolist()}) == 1
         assert len(rows) <= (BOUNDS.batch if lengths[rows[0]] <= BOUNDS.chunk else 1)
@@ -71,10 +73,10 @@ def test_every_row_passes_once_and_only_with_rows_of_its_length(
 
 
 @given(COUNTS, st.data())
-def test_rows_of_one_adapter_take_the_place_of_copies_too(counts: list[int], data: st.DataObject) -> None:
-    lengths, mine = lengths_of(counts), some_of(counts, data)
-    result = [*single_adapter_groups(mine, lengths, BOUNDS)]
-    assert sorted(np.concatenate([rows.ravel() for rows in result]).tolist()) == mine.tolist()
+def test_rows_of_one_adapter_replace_copies_too(counts: list[int], data: st.DataObject) -> None:
+    lengths, numbers = lengths_of(counts), some_of(counts, data)
+    result = [*single_adapter_groups(numbers, lengths, BOUNDS)]
+    assert sorted(np.concatenate([rows.ravel() for rows in result]).tolist()) == numbers.tolist()
     for rows in result:
         length = int(lengths[rows.flat[0]])
         assert (lengths[rows] == length).all()
@@ -83,12 +85,12 @@ def test_rows_of_one_adapter_take_the_place_of_copies_too(counts: list[int], dat
 
 
 @given(st.integers(0, 50), st.integers(1, 9), st.integers(0, 9))
-def test_slices_are_few_and_of_about_one_size(count: int, most: int, start: int) -> None:
-    result = [*slices(start + count, most, start)]
+def test_slices_are_few_and_have_similar_sizes(count: int, max_size: int, start: int) -> None:
+    result = [*slices(start + count, max_size, start)]
     assert [position for some in result for position in range(some.stop)[some]] == [
         *range(start, start + count)
     ]
-    assert len(result) == -(-count // most)
+    assert len(result) == -(-count // max_size)
     sizes = [some.stop - some.start for some in result]
     assert not sizes or max(sizes) - min(sizes) <= 1
 

@@ -21,13 +21,13 @@ def values(seed: int = 0, scale: float = 1.0) -> FloatArray:
 
 
 def cached_states(
-    cache: TrunkCache, row: int, made: FloatArray | None = None, bundle: str = "bundle"
+    cache: TrunkCache, row: int, computed: FloatArray | None = None, bundle: str = "bundle"
 ) -> FloatArray:
-    """Return the states of a row, computed as `made` unless they are cached; without `made` they must be."""
+    """Return the cached states of a row, or else `computed`; without `computed` the row must be cached."""
 
     def compute() -> FloatArray:
-        assert made is not None, "it isn't kept"
-        return made
+        assert computed is not None, "it isn't kept"
+        return computed
 
     return cache.states(bundle, [np.full(6, row)], SHAPE, compute)
 
@@ -37,14 +37,14 @@ def cache(tmp_path: Path) -> TrunkCache:
     return TrunkCache(tmp_path / "cache", 1 << 20)
 
 
-def test_states_come_back_with_the_same_bits(cache: TrunkCache) -> None:
+def test_cached_states_keep_their_bits(cache: TrunkCache) -> None:
     assert np.array_equal(cached_states(cache, 1, values()), values())
     assert np.array_equal(cached_states(cache, 1), values())
     assert (len(cache), cache.bytes_kept, cache.computed, cache.reused) == (1, BYTES, 1, 1)
     assert sum(path.stat().st_size for path in cache.folder.iterdir()) == BYTES
 
 
-def test_another_process_finds_them(cache: TrunkCache) -> None:
+def test_another_process_reads_the_cached_states(cache: TrunkCache) -> None:
     cached_states(cache, 1, values())
     assert np.array_equal(cached_states(TrunkCache(cache.folder, 1 << 20), 1), values())
 
@@ -58,8 +58,8 @@ def test_bundles_rows_and_precisions_are_distinguished(cache: TrunkCache) -> Non
     assert len(TrunkCache(cache.folder, 1 << 20)) == 4
 
 
-def test_float16_takes_half_the_room_and_gives_what_it_says(tmp_path: Path) -> None:
-    """The first time too: training must not depend on what is cached."""
+def test_float16_takes_half_the_storage_and_always_returns_rounded_states(tmp_path: Path) -> None:
+    """The values are rounded the first time too: training must not depend on what is cached."""
     cache = TrunkCache(tmp_path / "cache", 1 << 20, "float16")
     first, second = cached_states(cache, 1, values()), cached_states(cache, 1)
     assert first.dtype == second.dtype == np.float32
@@ -99,7 +99,9 @@ def test_a_damaged_file_is_removed_and_computed_again(
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
 @pytest.mark.timeout(10)
-def test_what_is_no_file_is_not_waited_for(cache: TrunkCache, make: Callable[[str], None]) -> None:
+def test_reading_the_cache_does_not_block_on_pipes_and_folders(
+    cache: TrunkCache, make: Callable[[str], None]
+) -> None:
     cached_states(cache, 1, values())
     (path,) = cache.folder.iterdir()
     path.unlink()
@@ -120,14 +122,14 @@ def test_a_file_under_another_name_is_rejected(cache: TrunkCache) -> None:
     assert cache.reused == 0
 
 
-def test_a_full_cache_keeps_what_it_holds(tmp_path: Path) -> None:
+def test_a_full_cache_keeps_its_files(tmp_path: Path) -> None:
     cache = TrunkCache(tmp_path / "cache", 2 * BYTES)
     for number in (0, 1, 2, 0, 1, 2):
         cached_states(cache, number, values(number))
     assert (cache.computed, cache.reused, cache.bytes_kept) == (4, 2, 2 * BYTES)
 
 
-def test_files_leave_when_the_bound_is_lowered(tmp_path: Path) -> None:
+def test_files_are_removed_when_the_bound_is_lowered(tmp_path: Path) -> None:
     cache = TrunkCache(tmp_path / "cache", 1 << 20)
     for number in range(4):
         cached_states(cache, number, values(number))
@@ -140,13 +142,13 @@ def test_files_leave_when_the_bound_is_lowered(tmp_path: Path) -> None:
     assert "note.txt" in names and ".abc.states.partial" not in names
 
 
-def test_without_room_nothing_is_kept(tmp_path: Path) -> None:
+def test_a_cache_of_size_zero_stays_empty(tmp_path: Path) -> None:
     cache = TrunkCache(tmp_path / "cache", 0)
     cached_states(cache, 1, values())
     assert len(cache) == 0
 
 
-def test_a_storage_that_refuses_only_costs_the_cache(cache: TrunkCache) -> None:
+def test_a_storage_that_cannot_be_written_only_disables_the_cache(cache: TrunkCache) -> None:
     cached_states(cache, 1, values())
     (path,) = cache.folder.iterdir()
     path.unlink()

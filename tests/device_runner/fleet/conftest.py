@@ -10,8 +10,8 @@ from tests.device_runner.numpy_device import Device
 
 @pytest.fixture
 def fleet(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fleet:
-    """A fleet whose devices allow every estimator."""
+    """Return a fleet whose devices allow every estimator."""
     policy = "estimators: [tangent, antithetic, fzoo, exact]\n"
     return Fleet(
-        tmp_path, Device(getattr(request, "param", "") == "encoder", has_back=True), monkeypatch, policy
+        tmp_path, Device(getattr(request, "param", "") == "encoder", has_backward=True), monkeypatch, policy
     )

@@ -40,7 +40,7 @@ class Fleet:
         self.bundle = device.write_bundle(folder / "bundle")
         write_films(folder)
         self.task = str(folder / "task.yaml")
-        self.said: dict[tuple[int, int], bytes] = {}
+        self.replies: dict[tuple[int, int], bytes] = {}
         rows = (folder / "train.jsonl").read_text().splitlines(keepends=True)
         for index, node in enumerate(NODES):
             (folder / f"{node}.jsonl").write_text("".join(rows[index :: len(NODES)]))
@@ -75,14 +75,14 @@ class Fleet:
         return ServerSettings(**{**fields, **changes})
 
     def direct(self, node: int, task: bytes) -> bytes:
-        """A network that delivers everything."""
+        """Deliver a task to its device, and return and remember the device's message."""
         reply = answer(self.folder / str(node), task)
-        self.said[node, RoundTask.parse(task).number] = reply
+        self.replies[node, RoundTask.parse(task).number] = reply
         return reply
 
     def again(self, node: int, task: bytes) -> bytes:
-        """A network that repeats the device's message to an earlier server of the same plan."""
-        return self.said[node, RoundTask.parse(task).number]
+        """Return the message that the device sent to an earlier server of the same plan."""
+        return self.replies[node, RoundTask.parse(task).number]
 
     def state(self, node: int, agreement: Agreement) -> TrainingState:
         """Return the global state that a device has."""
@@ -118,11 +118,11 @@ def ledger(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line)["record"] for line in lines]
 
 
-def kinds(folder: Path) -> list[str]:
+def record_types(folder: Path) -> list[str]:
     """Return the types of the lines in a device's ledger."""
     return [record["type"] for record in ledger(folder)]
 
 
 def same(left: FloatArray, right: FloatArray) -> bool:
-    """Whether two arrays have the same bits."""
+    """Return whether two arrays have the same bits."""
     return bool(np.array_equal(left.view(np.uint32), right.view(np.uint32)))

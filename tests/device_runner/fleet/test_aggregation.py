@@ -38,7 +38,7 @@ def _expected(values: FloatArray, combine: str) -> Any:
 
 
 def _trimmed(values: FloatArray) -> Any:
-    """The trimmed mean takes the middle two of four values, and the middle three of seven."""
+    """Return the trimmed mean: of the middle two of four values, or the middle three of seven."""
     cut = {4: 1, 7: 2}[len(values)]
     return np.array([np.mean(sorted(column)[cut:-cut]) for column in values.T])
 
@@ -51,11 +51,11 @@ def test_every_device_has_the_same_weight(combine: Any, devices: int) -> None:
     np.testing.assert_allclose(result, _expected(changes, combine), rtol=1e-5, atol=1e-7)
 
 
-def test_less_than_a_third_moves_no_value_beyond_the_others() -> None:
+def test_less_than_a_third_of_the_devices_moves_no_value_beyond_the_others() -> None:
     honest = _changes(7)
     for combine in ("trimmed", "median"):
-        for lie in (1e6, -1e6, 0.0):
-            table = np.concatenate([honest, np.full((3, SIZE), lie, np.float32)])
+        for value in (1e6, -1e6, 0.0):
+            table = np.concatenate([honest, np.full((3, SIZE), value, np.float32)])
             result = aggregate(table, Plan(combine=combine))
             assert np.all((honest.min(0) <= result) & (result <= honest.max(0)))
     table = np.concatenate([honest, np.full((3, SIZE), 1e6, np.float32)])
@@ -63,43 +63,43 @@ def test_less_than_a_third_moves_no_value_beyond_the_others() -> None:
 
 
 def test_a_malicious_device_has_no_more_weight_than_an_honest_one() -> None:
-    """Whatever its result holds, its influence on the mean is that of one device."""
+    """Whatever a device's result holds, its influence on the mean is that of one device."""
     honest = _changes(3)
     lengths = np.linalg.norm(honest, axis=1)
-    for lie in (_changes(1), 1e6 * _changes(1), np.full((1, SIZE), 0.0), np.full((1, SIZE), -999_999.0)):
-        table = np.concatenate([honest, lie.astype(np.float32)])
-        most = np.median(np.linalg.norm(table, axis=1))
-        expected = (honest * np.minimum(1, most / lengths)[:, None]).sum(0) / 4
+    for changes in (_changes(1), 1e6 * _changes(1), np.full((1, SIZE), 0.0), np.full((1, SIZE), -999_999.0)):
+        table = np.concatenate([honest, changes.astype(np.float32)])
+        median_norm = np.median(np.linalg.norm(table, axis=1))
+        expected = (honest * np.minimum(1, median_norm / lengths)[:, None]).sum(0) / 4
         result = aggregate_projected_gradients(table, Plan(combine="trimmed"))
-        assert np.linalg.norm(result - expected) <= most / 4 * (1 + 1e-5)
+        assert np.linalg.norm(result - expected) <= median_norm / 4 * (1 + 1e-5)
     assert np.array_equal(aggregate_projected_gradients(honest, Plan()), aggregate(honest, Plan()))
 
 
 def test_a_result_with_flipped_sign_is_detected_in_the_noise() -> None:
     """A sign flip is detected from the whole result if single values are mostly noise."""
     random, plan = np.random.default_rng(7), Plan(combine="trimmed")
-    spoken: dict[int, float] = {}
+    signs: dict[int, float] = {}
     result = []
     for _ in range(12):
         signal = random.normal(size=1280)
         honest = 0.3 * signal + random.normal(size=(4, 1280))
         honest[3] *= -1
         answers = {node: _answer(values.astype(np.float32)) for node, values in enumerate(honest)}
-        opposed, now = find_opposed_results(answers, plan, spoken)
-        spoken |= now
+        opposed, new_signs = find_opposed_results(answers, plan, signs)
+        signs |= new_signs
         result.append(opposed)
     assert result.count([3]) >= 8 and result.count([]) == 12 - result.count([3])
-    assert find_opposed_results(answers, Plan(combine="mean"), spoken) == ([], {})
+    assert find_opposed_results(answers, Plan(combine="mean"), signs) == ([], {})
 
 
 def test_devices_without_signal_seldom_oppose_each_other() -> None:
     random, plan = np.random.default_rng(7), Plan(combine="trimmed")
-    spoken: dict[int, float] = {}
+    signs: dict[int, float] = {}
     count = 0
     for _ in range(100):
         answers = {node: _answer(random.normal(size=320).astype(np.float32)) for node in range(10)}
-        opposed, now = find_opposed_results(answers, plan, spoken)
-        spoken |= now
+        opposed, new_signs = find_opposed_results(answers, plan, signs)
+        signs |= new_signs
         count += len(opposed)
     assert count < 50  # of 1,000
 

@@ -15,7 +15,7 @@ from tests.refusals import raises
 AGREEMENT = Agreement("films", Plan(), "b" * 64, "t" * 64, "")
 
 
-def test_encoding_and_decoding() -> None:
+def test_an_agreement_survives_encoding() -> None:
     assert Agreement.parse(AGREEMENT.content) == AGREEMENT
     assert Agreement.parse(AGREEMENT.content).sha256 == AGREEMENT.sha256
 
@@ -32,12 +32,12 @@ def test_every_setting_of_a_plan_is_in_the_hash(item: Any) -> None:
         "unit": "owner",
         "loss_normalisation": "token",
     }
-    beside = {"max_grad_norm": 1.0, "share_directions": True} if item.name == "noise" else {}
+    needed = {"max_grad_norm": 1.0, "share_directions": True} if item.name == "noise" else {}
     value = others.get(item.name) or (getattr(Plan, item.name) or 1) / 2
     if isinstance(getattr(Plan, item.name), int) and item.name not in others:
         value = getattr(Plan, item.name) + 1
-    other = replace(AGREEMENT, plan=Plan(**{item.name: value}, **beside))
-    assert other.sha256 != replace(AGREEMENT, plan=Plan(**beside)).sha256
+    other = replace(AGREEMENT, plan=Plan(**{item.name: value}, **needed))
+    assert other.sha256 != replace(AGREEMENT, plan=Plan(**needed)).sha256
 
 
 @pytest.mark.parametrize(
@@ -76,5 +76,5 @@ def test_invalid_bytes_are_refused(content: bytes) -> None:
     ],
 )
 def test_contradictory_plans_are_refused(settings: dict[str, Any], value: str) -> None:
-    with raises(ConfigError, "settings-unusable", saying=value):
+    with raises(ConfigError, "settings-unusable", containing=value):
         Plan(**settings)

@@ -11,7 +11,7 @@ from prge.cli.main import main
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("arguments", "message"),
     [
         (["srve"], "There is no verb 'srve' of prge fleet.\n  Did you mean `prge fleet serve`?"),
         (["serve", "--bundle", "b", "--out", "o"], "give --keys or --insecure, and not both"),
@@ -29,15 +29,15 @@ from prge.cli.main import main
     ],
 )
 def test_missing_settings_are_reported(
-    words: list[str],
-    told: str,
+    arguments: list[str],
+    message: str,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["fleet", *words]) == 2
-    assert told in capsys.readouterr().err
+    assert main(["fleet", *arguments]) == 2
+    assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
@@ -46,8 +46,8 @@ def test_a_fleet_of_an_earlier_version_is_refused(tmp_path: Path, capsys: pytest
     (tmp_path / "agreement.json").write_text(json.dumps(agreement))
     (tmp_path / "serve.yaml").write_text("directions: common\n")
     (tmp_path / "journal.jsonl").touch()
-    for words in (["serve", "--resume", str(tmp_path)], ["status", str(tmp_path)]):
-        assert main(["fleet", *words]) == 2
+    for arguments in (["serve", "--resume", str(tmp_path)], ["status", str(tmp_path)]):
+        assert main(["fleet", *arguments]) == 2
         output = capsys.readouterr().err
         assert "version of prge" in output and "Use the version that started the fleet" in output
 

@@ -21,7 +21,7 @@ from device_runner.session.pauses import Pauses
 from prge.engine import FloatArray
 from prge.formats.journal import Journal
 from prge.training.privacy_accounting import epsilon_of
-from tests.device_runner.fleet.fleets import NODES, Fleet, kinds, ledger
+from tests.device_runner.fleet.fleets import NODES, Fleet, ledger, record_types
 from tests.device_runner.numpy_device import Killed
 
 NODE = NODES[0]
@@ -49,9 +49,9 @@ class Server:
     def steps(self, number: int, value: float = 0.0) -> RoundSteps:
         """Return the steps of a round."""
         count = self.plan.local_steps
-        scalars = np.full((count, int(np.prod(self.plan.shape))), value, np.float32)
+        projected_gradients = np.full((count, int(np.prod(self.plan.shape))), value, np.float32)
         few = np.zeros(count, np.float32)
-        return RoundSteps(count * number, few, few, scalars)
+        return RoundSteps(count * number, few, few, projected_gradients)
 
     def task(self, number: int, **changes: Any) -> bytes:
         """Return the task of a round that follows rounds of zeros, with changed fields."""
@@ -102,9 +102,9 @@ class TestOneResultPerLine:
             shutil.rmtree(server.folder / FLEETS)
         assert server.refusal(0) == "round 1 was answered, but its result is gone"
         assert isinstance(server.ask(1), RoundResult)
-        assert kinds(server.folder) == ["begun", "answered"] * 2
+        assert record_types(server.folder) == ["begun", "answered"] * 2
 
-    def test_fleets_that_make_room_stay_in_the_ledger(self, fleet: Fleet) -> None:
+    def test_removed_fleets_stay_in_the_ledger(self, fleet: Fleet) -> None:
         servers = [Server(fleet, name=name, out=fleet.folder / name, **NOISE) for name in "abcdef"]
         for each in servers:
             assert isinstance(each.ask(0), RoundResult)
@@ -112,13 +112,13 @@ class TestOneResultPerLine:
         assert "is gone" in servers[0].refusal(0)
 
     @pytest.mark.parametrize(
-        "way", [{}, {"estimator": "exact", "optimizer": "sgd"}], ids=["projected_gradients", "changes"]
+        "method", [{}, {"estimator": "exact", "optimizer": "sgd"}], ids=["projected_gradients", "changes"]
     )
-    def test_killed_at_any_instant_it_sends_one_result(
-        self, fleet: Fleet, way: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    def test_a_device_killed_at_any_instant_sends_one_result(
+        self, fleet: Fleet, method: dict[str, Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Kill one device after another at each write to storage."""
-        server = Server(fleet, **NOISE, **way)
+        server = Server(fleet, **NOISE, **method)
         task, fsync, rename, append = server.task(0), os.fsync, os.replace, Journal.append
         instant, was_killed = 0, True
         while was_killed:
@@ -143,7 +143,7 @@ class TestOneResultPerLine:
                     reply, was_killed = set(), True
             reply |= {answer(twin, task), answer(twin, task)}
             assert len(reply) == 1 and isinstance(parse_reply(reply.pop()), RoundResult)
-            assert kinds(twin) == ["begun", "answered"]
+            assert record_types(twin) == ["begun", "answered"]
             instant += 1
         assert instant > 12
 
@@ -208,17 +208,17 @@ class TestRowsAreNotRevealed:
         reply = server.ask(0)
         assert isinstance(reply, RoundResult) and np.isfinite(reply.values).all() and not reply.losses.any()
 
-    def test_steps_too_large_are_refused_the_same_way_again(self, fleet: Fleet) -> None:
-        """New noise would reveal more."""
+    def test_steps_that_are_too_large_are_refused_again_without_computing(self, fleet: Fleet) -> None:
+        """New noise for the same rows would reveal more."""
         server = Server(fleet, **NOISE, optimizer="sgd", learning_rate=3e38, local_steps=6, estimator="exact")
         assert "diverge" in server.refusal(0)
         fleet.numpy.calls_left = 0
         assert "diverge" in server.refusal(0)
-        assert kinds(server.folder) == ["begun", "answered"]
+        assert record_types(server.folder) == ["begun", "answered"]
 
 
 class TestTasksOutsideThePlan:
-    def test_a_round(self, server: Server) -> None:
+    def test_a_round_outside_the_plan_is_refused(self, server: Server) -> None:
         for number, changes, reason in (
             (0, {"step": 2}, "the plan has no round 1 from step 2 on"),
             (3, {"step": 5}, "the plan has no round 4 from step 5 on"),
@@ -288,7 +288,7 @@ class TestTasksOutsideThePlan:
             assert problem in server.refusal(0, agreement=json.dumps(reply).encode())
 
 
-def test_a_plan_that_is_refused_makes_no_room(fleet: Fleet) -> None:
+def test_a_refused_plan_creates_no_folder(fleet: Fleet) -> None:
     fleet.join(NODE, "most_steps: 2\n")
     for name in "abcdefg":
         assert "most_steps" in Server(fleet, name=name, out=fleet.folder / name, local_steps=3).refusal(0)
@@ -299,9 +299,9 @@ def test_a_plan_that_is_refused_makes_no_room(fleet: Fleet) -> None:
 def test_time_may_run_out_during_the_replay_which_is_stored(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looks = iter([False] * 3 + [True] * 100)
+    answers = iter([False] * 3 + [True] * 100)
     with monkeypatch.context() as patch:
-        patch.setattr(Pauses, "wait", lambda *_: next(looks))
+        patch.setattr(Pauses, "wait", lambda *_: next(answers))
         assert "out of time" in server.refusal(6)
     assert len(server.lines) == 1
     assert "is at step 6, needs that of step 12" in server.refusal(6, missed=b"", state=b"")

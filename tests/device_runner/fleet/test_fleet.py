@@ -20,45 +20,45 @@ from device_runner.replay import main as replay
 from prge.errors import ConfigError, RunError
 from prge.formats.journal import Journal
 from prge.formats.peft import read_peft
-from tests.device_runner.fleet.fleets import NODES, Fleet, kinds, play, same
+from tests.device_runner.fleet.fleets import NODES, Fleet, play, record_types, same
 from tests.device_runner.numpy_device import Killed
 from tests.refusals import raises
 
 NODE = NODES[0]
-WAYS: dict[str, dict[str, Any]] = {
+METHODS: dict[str, dict[str, Any]] = {
     "tangents": {},
     "one direction for all examples": {"share_directions": True, "queries": 8},
     "P-RGE": {"estimator": "antithetic", "queries": 8},
     "median": {"combine": "median"},
     "FedAvg, trimmed": {"estimator": "exact", "combine": "trimmed"},
 }
-ENCODERS = {f"encoder, {name}": WAYS[name] for name in ("tangents", "FedAvg, trimmed")}
+ENCODERS = {f"encoder, {name}": METHODS[name] for name in ("tangents", "FedAvg, trimmed")}
 NOISE: dict[str, Any] = {"share_directions": True, "max_grad_norm": 1.0, "noise": 1.0, "queries": 8}
 BUDGET_EXCEEDED = TaskRefusal(
     "privacy_epsilon would be 9 after this round, but at most 1 is allowed"
 ).to_bytes()
 
 
-def ways(*names: str) -> pytest.MarkDecorator:
-    """Parametrize over some estimators, by default all; with an encoder if the name says so."""
-    chosen = {name: (WAYS | ENCODERS)[name] for name in names or (WAYS | ENCODERS)}
-    cases = [("encoder" if name in ENCODERS else "decoder", way) for name, way in chosen.items()]
-    return pytest.mark.parametrize(("fleet", "way"), cases, indirect=["fleet"], ids=list(chosen))
+def methods(*names: str) -> pytest.MarkDecorator:
+    """Parametrize over some methods, by default all; a name with `encoder` trains an encoder."""
+    chosen = {name: (METHODS | ENCODERS)[name] for name in names or (METHODS | ENCODERS)}
+    cases = [("encoder" if name in ENCODERS else "decoder", method) for name, method in chosen.items()]
+    return pytest.mark.parametrize(("fleet", "method"), cases, indirect=["fleet"], ids=list(chosen))
 
 
-@ways()
-def test_it_learns_its_rows(fleet: Fleet, way: dict[str, Any]) -> None:
-    _, reports = fleet.run(fleet.settings(**way, rounds=15))
+@methods()
+def test_a_fleet_learns_its_rows(fleet: Fleet, method: dict[str, Any]) -> None:
+    _, reports = fleet.run(fleet.settings(**method, rounds=15))
     losses = [report.loss or 0.0 for report in reports]
     assert sum(losses[-3:]) < 0.95 * sum(losses[:3])
     assert all(len(report.answered) == 3 and not report.refused for report in reports)
 
 
-@ways("P-RGE", "median", "FedAvg, trimmed", "encoder, tangents", "encoder, FedAvg, trimmed")
+@methods("P-RGE", "median", "FedAvg, trimmed", "encoder, tangents", "encoder, FedAvg, trimmed")
 def test_a_killed_server_resumes_with_the_same_bits(
-    fleet: Fleet, way: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    fleet: Fleet, method: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = fleet.settings(**way)
+    settings = fleet.settings(**method)
     fleet.run(settings, rounds=2)
     # A third round that devices answer, and that the journal holds only in part.
     with open_fleet(settings) as server:
@@ -77,7 +77,7 @@ def test_a_killed_server_resumes_with_the_same_bits(
     assert [report.number for report in reports] == [2, 3]
     whole, _ = fleet.run(replace(settings, out=tmp_path / "whole"), fleet.again)
     assert same(values, whole)
-    if "estimator" not in way or way["estimator"] != "exact":
+    if "estimator" not in method or method["estimator"] != "exact":
         assert replay([str(settings.out), "--out", str(tmp_path / "replayed")]) == 0
         assert "the same bits" in capsys.readouterr().out
 
@@ -120,7 +120,7 @@ def _evaluations(folder: Path) -> list[tuple[int, float]]:
 
 
 @pytest.mark.parametrize("fleet", ["decoder", "encoder"], indirect=True)
-def test_a_fleet_that_was_killed_at_its_start_starts_again(
+def test_a_fleet_that_was_killed_at_its_start_can_start_again(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = fleet.settings()
@@ -140,10 +140,12 @@ def test_a_fleet_that_was_killed_at_its_start_starts_again(
     assert len(reports) == 4
 
 
-@ways("tangents", "FedAvg, trimmed", "encoder, tangents")
-def test_every_device_has_the_servers_bits_where_its_round_begins(fleet: Fleet, way: dict[str, Any]) -> None:
+@methods("tangents", "FedAvg, trimmed", "encoder, tangents")
+def test_every_device_has_the_servers_bits_where_its_round_begins(
+    fleet: Fleet, method: dict[str, Any]
+) -> None:
     """One device misses two rounds, another one joins late."""
-    settings = fleet.settings(**way, rounds=6)
+    settings = fleet.settings(**method, rounds=6)
     present = [NODES[:2], NODES[:2], NODES[:1], NODES[1:2], NODES, NODES]
     with open_fleet(settings) as server:
         for nodes in present:
@@ -154,9 +156,9 @@ def test_every_device_has_the_servers_bits_where_its_round_begins(fleet: Fleet, 
                 assert same(fleet.state(node, server.agreement).adapter.values, common)
 
 
-@ways("tangents", "P-RGE", "encoder, FedAvg, trimmed")
-def test_a_killed_device_sends_the_same_result(fleet: Fleet, way: dict[str, Any], tmp_path: Path) -> None:
-    with open_fleet(fleet.settings(**way)) as server:
+@methods("tangents", "P-RGE", "encoder, FedAvg, trimmed")
+def test_a_killed_device_sends_the_same_result(fleet: Fleet, method: dict[str, Any], tmp_path: Path) -> None:
+    with open_fleet(fleet.settings(**method)) as server:
         task = server.tasks([NODE])[NODE]
     folder = fleet.folder / str(NODE)
     twin = shutil.copytree(folder, tmp_path / "twin" / "device")
@@ -167,26 +169,26 @@ def test_a_killed_device_sends_the_same_result(fleet: Fleet, way: dict[str, Any]
         fleet.numpy.calls_left = 1
     fleet.numpy.calls_left = None
     assert reply == answer(twin, task)
-    assert kinds(folder) == ["begun", "answered"]
+    assert record_types(folder) == ["begun", "answered"]
 
 
 def test_rows_of_a_round_continue_after_those_of_the_last_one(fleet: Fleet) -> None:
-    """In n passes, each row of a device takes part n times, whichever rounds the device missed."""
+    """Each row of a device takes part once in every pass, whichever rounds the device missed."""
     settings = fleet.settings(rounds=5, local_steps=2, examples=2)
-    seen = []
+    rows = []
 
     def watched(device: int, task: bytes) -> bytes:
         reply = fleet.direct(device, task)
         if device == NODE:
             (journal,) = (fleet.folder / str(NODE)).glob("fleets/*/round-*/journal.jsonl")
             records = Journal(journal, writable=False).records
-            seen.extend(row for record in records for row in record["rows"])
+            rows.extend(row for record in records for row in record["rows"])
         return reply
 
     with open_fleet(settings) as server:
         for nodes in (NODES, NODES[1:], NODES, NODES, NODES):
             play(server, watched, nodes)
-    assert len(seen) == 16 and len(set(seen[:13])) == 13
+    assert len(rows) == 16 and len(set(rows[:13])) == 13
 
 
 def test_a_task_brings_only_what_is_missing(fleet: Fleet) -> None:
@@ -257,7 +259,7 @@ def test_devices_that_disappear_and_late_results(fleet: Fleet) -> None:
 
 def test_a_server_without_answers_stops_and_can_be_resumed(fleet: Fleet) -> None:
     settings = fleet.settings(rounds=2, least_answers=2)
-    with raises(RunError, "devices-silent", saying="--resume"):
+    with raises(RunError, "devices-silent", containing="--resume"):
         fleet.run(settings, lambda node, task: None)
     with open_fleet(settings) as server:
         report = play(server, lambda node, task: fleet.direct(node, task) if node == NODE else None)
@@ -279,7 +281,7 @@ def test_a_device_that_lost_its_folder_or_has_an_older_state_catches_up(fleet: F
         assert NODE in play(server, fleet.direct).answered
 
 
-def test_a_round_asks_some_devices_and_over_rounds_all(fleet: Fleet) -> None:
+def test_a_round_selects_some_devices_and_several_rounds_select_all(fleet: Fleet) -> None:
     requested = set()
     with open_fleet(fleet.settings(rounds=20, per_round=2, dev=None)) as server:
         for _ in range(10):
@@ -300,7 +302,7 @@ def test_steps_that_diverge_on_every_device_leave_the_state_finite(fleet: Fleet)
 
 
 def test_a_diverging_round_is_discarded_and_reported(fleet: Fleet) -> None:
-    """Even if all devices send the same malicious result."""
+    """The state stays finite even if all devices send the same malicious result."""
     settings = fleet.settings(rounds=4, estimator="exact")
 
     def network(node: int, task: bytes) -> bytes:
@@ -320,14 +322,14 @@ def test_a_diverging_round_is_discarded_and_reported(fleet: Fleet) -> None:
 Check = Callable[[RoundReport], bool]
 
 
-def says(**changes: Any) -> Callable[[RoundResult], bytes]:
+def changed(**changes: Any) -> Callable[[RoundResult], bytes]:
     """Return the honest result with some fields changed."""
-    return lambda said: replace(said, **changes).to_bytes()
+    return lambda result: replace(result, **changes).to_bytes()
 
 
-def refused(words: str) -> Check:
-    """Check that the malicious device is refused with these words."""
-    return lambda report: words in report.refused[NODE]
+def refused(text: str) -> Check:
+    """Check that the malicious device is refused with this text."""
+    return lambda report: text in report.refused[NODE]
 
 
 def is_usual(report: RoundReport) -> bool:
@@ -335,37 +337,41 @@ def is_usual(report: RoundReport) -> bool:
     return 0.1 < (report.loss or 0.0) < 3 and not report.problem
 
 
-LIES: dict[str, tuple[Callable[[RoundResult], bytes], dict[str, Any], Check]] = {
-    "a high loss": (says(losses=np.full(3, 9999, np.float32)), {}, is_usual),
-    "a low loss": (says(losses=np.full(3, -9999, np.float32)), {}, is_usual),
-    "no loss": (says(losses=np.zeros(3, np.float32)), {}, is_usual),
-    "no examples": (says(examples=0), {"estimator": "exact"}, refused("took 0 examples")),
-    "too many": (says(examples=2**32 - 1), {"estimator": "exact"}, refused(f"took {2**32 - 1} examples")),
-    "an epsilon below zero": (says(privacy_epsilon=-1.0), {}, refused("spent a privacy_epsilon")),
-    "an epsilon that is none": (says(privacy_epsilon=np.nan), {}, refused("spent a privacy_epsilon")),
-    "an epsilon without end": (
-        says(privacy_epsilon=np.inf),
+MALICIOUS: dict[str, tuple[Callable[[RoundResult], bytes], dict[str, Any], Check]] = {
+    "a high loss": (changed(losses=np.full(3, 9999, np.float32)), {}, is_usual),
+    "a low loss": (changed(losses=np.full(3, -9999, np.float32)), {}, is_usual),
+    "no loss": (changed(losses=np.zeros(3, np.float32)), {}, is_usual),
+    "no examples": (changed(examples=0), {"estimator": "exact"}, refused("took 0 examples")),
+    "too many examples": (
+        changed(examples=2**32 - 1),
+        {"estimator": "exact"},
+        refused(f"took {2**32 - 1} examples"),
+    ),
+    "an epsilon below zero": (changed(privacy_epsilon=-1.0), {}, refused("spent a privacy_epsilon")),
+    "an epsilon that is NaN": (changed(privacy_epsilon=np.nan), {}, refused("spent a privacy_epsilon")),
+    "an infinite epsilon": (
+        changed(privacy_epsilon=np.inf),
         {},
         lambda report: report.privacy_epsilon == 0.0,
     ),
-    "no privacy left": (
-        lambda said: BUDGET_EXCEEDED,
+    "a spent privacy budget": (
+        lambda result: BUDGET_EXCEEDED,
         {"least_answers": 2},
         lambda report: (
             report.answered == list(NODES[1:]) and (NODE in report.refused) == (report.number == 0)
         ),
     ),
-    "a thousandfold": (
-        lambda said: replace(said, values=said.values * 1000).to_bytes(),
+    "values multiplied by a thousand": (
+        lambda result: replace(result, values=result.values * 1000).to_bytes(),
         {},
         lambda report: report.shortened == [NODE],
     ),
 }
 
 
-@pytest.mark.parametrize("lie", LIES)
-def test_one_malicious_device_of_three_has_no_influence(fleet: Fleet, lie: str) -> None:
-    output, changes, check = LIES[lie]
+@pytest.mark.parametrize("name", MALICIOUS)
+def test_one_malicious_device_of_three_has_no_influence(fleet: Fleet, name: str) -> None:
+    output, changes, check = MALICIOUS[name]
 
     def network(node: int, task: bytes) -> bytes:
         reply = parse_reply(fleet.direct(node, task))
@@ -377,7 +383,7 @@ def test_one_malicious_device_of_three_has_no_influence(fleet: Fleet, lie: str) 
     assert all(map(check, reports))
 
 
-def test_a_spent_budget_while_the_other_devices_are_away(fleet: Fleet) -> None:
+def test_a_fleet_continues_after_a_spent_budget_while_other_devices_are_absent(fleet: Fleet) -> None:
     with open_fleet(fleet.settings(rounds=1)) as server:
         play(server, lambda node, task: BUDGET_EXCEEDED if node == NODE else None)
         assert not server.finished
@@ -401,17 +407,19 @@ class TestDeviceRefusals:
             ("only_charging: true", "an error on the device"),
         ],
     )
-    def test_what_its_owner_does_not_allow(self, fleet: Fleet, policy: str, reason: str) -> None:
+    def test_a_plan_that_the_owner_does_not_allow_is_refused(
+        self, fleet: Fleet, policy: str, reason: str
+    ) -> None:
         fleet.join(NODE, policy)
         assert reason in self._reason(fleet)
 
-    def test_without_revealing_rows_or_paths(self, fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_refusals_reveal_no_rows_or_paths(self, fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
         rows = fleet.folder / f"{NODE}.jsonl"
         rows.write_text('{"text": "my secret", "label": "neither"}\n')
         assert self._reason(fleet) == "an error on the device, which printed it"
         assert str(rows) in capsys.readouterr().err
 
-    def test_another_bundle_and_another_task(self, fleet: Fleet, tmp_path: Path) -> None:
+    def test_another_bundle_or_task_is_refused(self, fleet: Fleet, tmp_path: Path) -> None:
         text = Path(fleet.task).read_text()
         fleet.join(NODE, bundle=fleet.numpy.write_bundle(tmp_path / "other", scheme="8da8w"))
         assert "the fleet's bundle is" in self._reason(fleet)
@@ -419,14 +427,14 @@ class TestDeviceRefusals:
         fleet.join(NODE, task=str(tmp_path / "own.yaml"))
         assert "the fleet's task is not the device's" in self._reason(fleet)
 
-    def test_a_wrong_agreement_or_state(self, fleet: Fleet) -> None:
+    def test_a_wrong_agreement_or_state_is_refused(self, fleet: Fleet) -> None:
         with open_fleet(fleet.settings()) as server:
             other = replace(server.agreement, plan=replace(server.agreement.plan, local_steps=100))
         assert "does not have the hash" in self._reason(fleet, agreement=other.content)
         for state in (b"nothing", b"\x00" * 64):
             assert "state" in self._reason(fleet, state=state)
 
-    def test_malformed_tasks(self, fleet: Fleet) -> None:
+    def test_malformed_tasks_are_refused(self, fleet: Fleet) -> None:
         assert isinstance(parse_reply(answer(fleet.folder / str(NODE), b"")), TaskRefusal)
 
 
@@ -454,7 +462,7 @@ class TestWithNoise:
 def test_states_of_old_fleets_are_sent_again(fleet: Fleet, tmp_path: Path) -> None:
     for name in "abcdef":
         fleet.run(fleet.settings(rounds=1, out=tmp_path / name, name=name))
-    assert kinds(fleet.folder / str(NODE)) == ["begun", "answered"] * 6
+    assert record_types(fleet.folder / str(NODE)) == ["begun", "answered"] * 6
     with open_fleet(fleet.settings(rounds=3, out=tmp_path / "long", name="a")) as server:
         play(server, fleet.direct)
         assert play(server, fleet.direct).answered == list(NODES)
@@ -462,17 +470,17 @@ def test_states_of_old_fleets_are_sent_again(fleet: Fleet, tmp_path: Path) -> No
 
 def test_another_plan_or_an_earlier_versions_agreement_in_the_same_folder_is_refused(fleet: Fleet) -> None:
     fleet.run(fleet.settings(), rounds=1)
-    with raises(ConfigError, "plan-differs", saying="queries"):
+    with raises(ConfigError, "plan-differs", containing="queries"):
         open_fleet(fleet.settings(queries=8))
     path = fleet.folder / "fleet" / "agreement.json"
     path.write_text(path.read_text().replace('"plan":{', '"plan":{"directions":"common",'))
-    with raises(RunError, "agreement-of-other-version", saying=str(path)):
+    with raises(RunError, "agreement-of-other-version", containing=str(path)):
         open_fleet(fleet.settings())
 
 
 @pytest.mark.parametrize("fleet", ["encoder"], indirect=True)
 def test_an_encoders_fleet_needs_a_head(fleet: Fleet) -> None:
-    with raises(ConfigError, "head-missing", saying="--head-rows"):
+    with raises(ConfigError, "head-missing", containing="--head-rows"):
         open_fleet(fleet.settings(head_rows=None))
 
 

@@ -44,7 +44,7 @@ answers = st.builds(
 
 
 def _equal(left: Any, right: Any) -> bool:
-    """Whether two messages are equal field by field, arrays in their bits."""
+    """Return whether two messages are equal field by field, arrays in their bits."""
     if isinstance(left, np.ndarray):
         return left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
     if hasattr(left, "__dataclass_fields__"):
@@ -124,5 +124,5 @@ def test_a_thousand_missed_steps_take_less_than_90_kilobytes() -> None:
 
 @pytest.mark.parametrize("parse", [RoundTask.parse, parse_reply])
 def test_a_message_of_another_version_is_refused(parse: Any) -> None:
-    with raises(MessageError, "message-of-other-version", saying="form 1"):
+    with raises(MessageError, "message-of-other-version", containing="form 1"):
         parse(b"\x01\x00" + bytes(100))

@@ -27,29 +27,31 @@ def _examples(count: int, classes: int) -> list[Example]:
     st.integers(0, 2**32),
 )
 def test_every_row_is_on_one_device_and_every_device_has_one(
-    rows: int, classes: int, data: st.DataObject, how: str, seed: int
+    rows: int, classes: int, data: st.DataObject, partition: str, seed: int
 ) -> None:
     devices = data.draw(st.integers(1, rows))
-    dealt = partition_examples(_examples(rows, classes), devices, how, seed)
+    dealt = partition_examples(_examples(rows, classes), devices, partition, seed)
     assert len(dealt) == devices and all(dealt)
     assert sorted(example.row for own in dealt for example in own) == list(range(rows))
 
 
 def test_a_small_parameter_gives_devices_few_classes() -> None:
-    def classes(how: str) -> float:
-        dealt = partition_examples(_examples(6000, 6), 20, how, 0)
+    def classes(partition: str) -> float:
+        dealt = partition_examples(_examples(6000, 6), 20, partition, 0)
         return float(np.mean([len({example.label for example in own}) for own in dealt]))
 
     assert classes("dirichlet:0.05") < 3 < classes("dirichlet:0.3") < classes("dirichlet:100") == 6
     assert classes("even") == 6
 
 
-@pytest.mark.parametrize("how", ["", "dirichlet", "dirichlet:", "dirichlet:0", "dirichlet:nan", "other:1"])
-def test_unknown_partitions_are_refused(how: str) -> None:
-    with raises(ConfigError, "partition-unusable", saying=repr(how)):
-        partition_examples(_examples(10, 2), 2, how, 0)
+@pytest.mark.parametrize(
+    "partition", ["", "dirichlet", "dirichlet:", "dirichlet:0", "dirichlet:nan", "other:1"]
+)
+def test_unknown_partitions_are_refused(partition: str) -> None:
+    with raises(ConfigError, "partition-unusable", containing=repr(partition)):
+        partition_examples(_examples(10, 2), 2, partition, 0)
 
 
-def test_fewer_rows_than_devices() -> None:
-    with raises(ConfigError, "rows-too-few", saying="3"):
+def test_fewer_rows_than_devices_are_refused() -> None:
+    with raises(ConfigError, "rows-too-few", containing="3"):
         partition_examples(_examples(3, 2), 4, "even", 0)

@@ -38,7 +38,7 @@ def test_hours(hours: str, inside: list[int], outside: list[int]) -> None:
 
 @pytest.mark.parametrize("hours", ["24-3", "a-b", "7", "7-25", "-3", "3-"])
 def test_invalid_hours_are_refused(hours: str) -> None:
-    with raises(ConfigError, "settings-unusable", saying="--hours"):
+    with raises(ConfigError, "settings-unusable", containing="--hours"):
         Policy(hours=hours)
 
 

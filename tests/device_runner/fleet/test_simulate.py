@@ -19,13 +19,13 @@ from prge.errors import RunError
 from tests.device_runner.numpy_device import Device, Killed, write_films
 from tests.refusals import raises
 
-Words = Callable[..., list[str]]
+MakeArguments = Callable[..., list[str]]
 
 
 @pytest.fixture
-def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Words:
+def make_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeArguments:
     """Return a command line for a fleet of eight devices; flags may be overridden."""
-    device = Device(has_back=True)
+    device = Device(has_backward=True)
     device.replaces(monkeypatch, local, opening)
     write_films(tmp_path)
     flags = {
@@ -43,48 +43,50 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Words:
         "json": tmp_path / "figures.json",
     }
 
-    def made(**changes: Any) -> list[str]:
+    def make(**changes: Any) -> list[str]:
         settings = {**flags, **changes}
         return [
             word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))
         ]
 
-    return made
+    return make
 
 
-def _figures(words: Words, **changes: Any) -> dict[str, Any]:
-    arguments = words(**changes)
+def _figures(make_arguments: MakeArguments, **changes: Any) -> dict[str, Any]:
+    arguments = make_arguments(**changes)
     assert simulate.main(arguments) == 0
     figures: dict[str, Any] = json.loads(Path(arguments[arguments.index("--json") + 1]).read_text())
     return figures
 
 
-@pytest.mark.parametrize("way", [{}, {"estimator": "exact"}, {"partition": "dirichlet:0.3"}])
-def test_it_counts_what_it_sends_and_is_reproducible(
-    words: Words, way: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("changes", [{}, {"estimator": "exact"}, {"partition": "dirichlet:0.3"}])
+def test_a_simulation_counts_its_bytes_and_is_reproducible(
+    make_arguments: MakeArguments, changes: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    first = _figures(words, **way)
+    first = _figures(make_arguments, **changes)
     assert f"up     {first['bytes_up']:,} bytes" in capsys.readouterr().out
     assert len(first["curve"]) == 6
     assert first["bytes_up"] == sum(entry["bytes_up"] for entry in first["curve"])
     assert first["rows"]["fewest"] >= 1
     assert first["before"]["loss"] == pytest.approx(first["curve"][0]["evaluation"]["loss"], rel=0.5)
-    again = _figures(words, **way, out=tmp_path / "again", name="films")
+    again = _figures(make_arguments, **changes, out=tmp_path / "again", name="films")
     assert [entry["loss"] for entry in again["curve"]] == [entry["loss"] for entry in first["curve"]]
 
 
-def test_devices_stop_when_their_privacy_budget_is_spent(words: Words, tmp_path: Path) -> None:
+def test_devices_stop_when_their_privacy_budget_is_spent(
+    make_arguments: MakeArguments, tmp_path: Path
+) -> None:
     plan = {"share_directions": "true", "max_grad_norm": 1, "noise": 2, "queries": 8, "rounds": 40}
-    figures = _figures(words, **plan, most_privacy_epsilon=5)
+    figures = _figures(make_arguments, **plan, most_privacy_epsilon=5)
     assert 3 < figures["privacy_epsilon"] <= 5
     assert len(figures["curve"]) < 40
 
 
-@pytest.mark.parametrize("way", [{}, {"estimator": "exact"}, {"combine": "trimmed"}])
+@pytest.mark.parametrize("changes", [{}, {"estimator": "exact"}, {"combine": "trimmed"}])
 def test_a_killed_simulation_resumes_with_the_same_figures(
-    words: Words, way: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_arguments: MakeArguments, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = _figures(words, **way, out=tmp_path / "whole", name="films")
+    whole = _figures(make_arguments, **changes, out=tmp_path / "whole", name="films")
     run_round = Simulation.run_round
 
     def killed(simulation: Simulation, fleet: Coordinator) -> RoundReport:
@@ -94,10 +96,10 @@ def test_a_killed_simulation_resumes_with_the_same_figures(
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(Simulation, "run_round", killed)
-        simulate.main(words(**way, name="films"))
+        simulate.main(make_arguments(**changes, name="films"))
     with raises(RunError, "rows-differ"):
-        simulate.main(words(**way, name="films", devices=9))
-    figures = _figures(words, **way, name="films")
+        simulate.main(make_arguments(**changes, name="films", devices=9))
+    figures = _figures(make_arguments, **changes, name="films")
     for name in ("after", "bytes_up"):
         assert figures[name] == whole[name]
     assert [entry["loss"] for entry in figures["curve"]] == [entry["loss"] for entry in whole["curve"]]

@@ -11,7 +11,7 @@ from tests.device_runner.fleet.fleets import NODES, Fleet
 from tests.refusals import raises
 
 
-def test_a_fleet_that_stops_and_ends(fleet: Fleet) -> None:
+def test_the_status_of_a_fleet_that_stops_and_ends(fleet: Fleet) -> None:
     """One device sends garbage, another one is silent in the first round."""
     liar, shy, honest = NODES
     settings, folder = fleet.settings(), fleet.folder / "fleet"
@@ -34,8 +34,8 @@ def test_a_fleet_that_stops_and_ends(fleet: Fleet) -> None:
     assert status.bytes_up == stopped.bytes_up + sum(report.bytes_up for report in reports)
     assert status.loss == reports[-1].loss
     assert set(status.evaluation) >= {"loss", "accuracy"}
-    answered = {name: device.answered for name, device in status.devices.items()}
-    assert answered == {"liar": 0, "shy": 3, str(honest): 4}
+    replies = {name: device.answered for name, device in status.devices.items()}
+    assert replies == {"liar": 0, "shy": 3, str(honest): 4}
     assert status.devices["shy"].silent == 1
     assert len(status.devices["liar"].refused) == 4
     lines = status.text().splitlines()
@@ -47,5 +47,5 @@ def test_a_fleet_that_stops_and_ends(fleet: Fleet) -> None:
 def test_damaged_names_are_reported(fleet: Fleet) -> None:
     fleet.run(fleet.settings(), rounds=1)
     (fleet.folder / "fleet" / NAMES).write_text("[]")
-    with raises(RunError, "file-unreadable", saying=NAMES):
+    with raises(RunError, "file-unreadable", containing=NAMES):
         read_status(fleet.folder / "fleet")

@@ -26,8 +26,8 @@ from prge.engine import FloatArray
 from prge.formats.adapter import Adapter
 from prge.generation.loop import Generator
 from tests.bundles import make_spec
+from tests.numpy_generation_engine import NumpyGenerationEngine, make_adapter
 from tests.prge.data.tiny_tokenizers import byte_level_backend
-from tests.speakers import NumpyGenerationEngine, make_adapter
 
 CONTEXT = 2048
 TEMPLATE = (
@@ -42,8 +42,8 @@ FAILING = 419
 LIMIT = 1 << 20
 
 
-class SlowSpeaker(NumpyGenerationEngine):
-    """A speaker whose steps take a while, and of which a test may ask when it misuses it."""
+class SlowGenerationEngine(NumpyGenerationEngine):
+    """A generation engine whose steps take some seconds, and which fails at the token FAILING."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(context=CONTEXT, slots=4)
@@ -76,7 +76,7 @@ if __name__ == "__main__":
     chat.SECONDS = 0.5  # timeout of a template
     seconds, queue, key = float(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     models = Models(adapters(), make_tokenizer())
-    generator = Generator(SlowSpeaker(seconds), make_tokenizer())
+    generator = Generator(SlowGenerationEngine(seconds), make_tokenizer())
     examples = make_examples()
     with listening("127.0.0.1", 0) as listener, Worker(generator, queue) as worker:
         storage = ThreadPoolExecutor(1)
@@ -84,6 +84,6 @@ if __name__ == "__main__":
         feedback = Feedback(file, lambda text: print(text, flush=True))
         print(format_address(listener), flush=True)
         hot = [Cool("--pause-above-celsius", 45)] if sys.argv[5] else []
-        gates = Pauses(hot, Sensors(Path(sys.argv[5])), seconds=0)
-        app = make_app(models, worker, Access(tuple(filter(None, key.split(",")))), feedback, pauses=gates)
+        pauses = Pauses(hot, Sensors(Path(sys.argv[5])), seconds=0)
+        app = make_app(models, worker, Access(tuple(filter(None, key.split(",")))), feedback, pauses=pauses)
         Server(app, worker, on_stopping=feedback.close).run([listener])

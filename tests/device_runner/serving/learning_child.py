@@ -25,8 +25,8 @@ from prge.data.tokenization.tokenizer import load_bundle_tokenizer
 from prge.formats.adapter import Adapter
 from prge.formats.bundle import open_bundle
 from prge.generation.loop import Generator
-from tests.device_runner.serving.child import SlowSpeaker
-from tests.speakers import make_adapter
+from tests.device_runner.serving.child import SlowGenerationEngine
+from tests.numpy_generation_engine import make_adapter
 
 
 class NumpyRound(RoundProcess):
@@ -35,7 +35,7 @@ class NumpyRound(RoundProcess):
     words = (str(Path(__file__).with_name("round_child.py")),)
 
 
-def tell(line: str) -> None:
+def print_line(line: str) -> None:
     print(line, flush=True)
 
 
@@ -52,24 +52,24 @@ if __name__ == "__main__":
         Adapter.zeros(bundle.chain.modules),
         tokenizer,
         serve=lambda adapter: None,
-        log=tell,
+        log=print_line,
         begin=NumpyRound,
         storage=storage,
     )
     models = Models({"base": make_adapter()}, load_bundle_tokenizer(bundle))
-    generator = Generator(SlowSpeaker(0.0), load_bundle_tokenizer(bundle))
+    generator = Generator(SlowGenerationEngine(0.0), load_bundle_tokenizer(bundle))
     with listening("127.0.0.1", 0) as listener, Worker(generator, 8, learning.pause) as worker:
         file = FeedbackFile(learn / FEEDBACK, learning.examples, storage, 1 << 30)
-        feedback = Feedback(file, tell, learning.wake)
+        feedback = Feedback(file, print_line, learning.wake)
         app = make_app(models, worker, Access(), feedback, learning)
 
         def watch(event: str, arguments: tuple[object, ...]) -> None:
             is_file = event == "open" and str(arguments[0]).startswith(str(learn))
             if threading.current_thread() is threading.main_thread() and (is_file or event == "fcntl.flock"):
-                tell(f"in the event loop: {event} {arguments}")
+                print_line(f"in the event loop: {event} {arguments}")
 
         sys.addaudithook(watch)
-        tell(format_address(listener))
+        print_line(format_address(listener))
         Server(app, worker, on_stopping=feedback.close, on_each_tick=learning.tick).run([listener])
     storage.shutdown(cancel_futures=True)
     learning.close()

@@ -8,6 +8,6 @@ from device_runner.serving import round_process, rounds
 from tests.device_runner.numpy_device import Device
 
 if __name__ == "__main__":
-    made: Any = rounds
-    made.open_engine = Device(has_back=True).open_engine
+    module: Any = rounds
+    module.open_engine = Device(has_backward=True).open_engine
     round_process.main()

@@ -29,18 +29,18 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def told() -> list[str]:
+def messages() -> list[str]:
     return []
 
 
 @pytest.fixture
-def make(path: Path, told: list[str]) -> Iterator[Make]:
+def make(path: Path, messages: list[str]) -> Iterator[Make]:
     """Return a Feedback that remembers a completion for each of some prompts."""
     with ThreadPoolExecutor(1) as storage:
 
-        def made(*answers: str, max_bytes: int = 1 << 20, prompt: str = "a dog") -> Feedback:
+        def make_feedback(*answers: str, max_bytes: int = 1 << 20, prompt: str = "a dog") -> Feedback:
             file = FeedbackFile(path, make_examples(), storage, max_bytes)
-            feedback = Feedback(file, told.append)
+            feedback = Feedback(file, messages.append)
             parsed = ParsedRequest("m", (), (prompt,), 1, (), SamplingSettings(), 1, False, False)
             for number, answer in enumerate(answers):
                 feedback.remember(
@@ -48,7 +48,7 @@ def make(path: Path, told: list[str]) -> Iterator[Make]:
                 )
             return feedback
 
-        yield made
+        yield make_feedback
 
 
 def store(feedback: Feedback, id: str, client: str = "here", **judged: Any) -> tuple[int, str]:
@@ -103,13 +103,13 @@ def test_a_client_has_an_hourly_quota_of_its_own(
     assert store(feedback, "4", rating="good") == (200, "")
 
 
-def test_a_file_has_a_size_limit(make: Make, path: Path, told: list[str]) -> None:
+def test_a_file_has_a_size_limit(make: Make, path: Path, messages: list[str]) -> None:
     feedback = make(*[" b"] * 9, max_bytes=500)
     statuses = [store(feedback, str(number), rating="good")[0] for number in range(9)]
     assert set(statuses) == {200, 507} and path.stat().st_size <= 500
     status, message = store(feedback, "8", rating="good")
     assert status == 507 and "prge rows forget" in message and "--feedback-limit" in message
-    assert feedback.problem and len(told) == 1
+    assert feedback.problem and len(messages) == 1
     path.write_bytes(b"")
     assert store(feedback, "8", rating="good") == (200, "") and not feedback.problem
 
@@ -121,21 +121,21 @@ def test_waiting_for_a_lock_delays_nothing_else(
     monkeypatch.setattr(module, "SECONDS_TO_LOCK", 0.5)
     longest = 0.0
 
-    async def taken() -> None:
+    async def store_and_measure() -> None:
         """Send feedback while the event loop's latency is measured."""
         nonlocal longest
-        taking = asyncio.ensure_future(feedback.store(FeedbackRequest("0", 0, "good", None), ""))
-        while not taking.done():
+        storing = asyncio.ensure_future(feedback.store(FeedbackRequest("0", 0, "good", None), ""))
+        while not storing.done():
             begin = time.monotonic()
             await asyncio.sleep(0)
             longest = max(longest, time.monotonic() - begin)
-        await taking
+        await storing
 
     with path.open("ab") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
         begin = time.monotonic()
         with pytest.raises(RequestError) as error:
-            asyncio.run(taken())
+            asyncio.run(store_and_measure())
         assert error.value.status == 503 and 0.4 < time.monotonic() - begin < 5 and longest < 0.4
         assert feedback.problem
         Thread(target=lambda: (time.sleep(0.1), fcntl.flock(stream, fcntl.LOCK_UN))).start()

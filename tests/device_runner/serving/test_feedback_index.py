@@ -32,7 +32,7 @@ def read(index: FeedbackIndex) -> list[IndexEntry]:
     return [index[number] for number in range(len(index))]
 
 
-def test_it_has_the_valid_rows_in_order(tmp_path: Path) -> None:
+def test_the_index_has_the_valid_rows_in_order(tmp_path: Path) -> None:
     path = tmp_path / "feedback.jsonl"
     index = FeedbackIndex(path)
     assert read(index) == []
@@ -54,7 +54,7 @@ def test_it_has_the_valid_rows_in_order(tmp_path: Path) -> None:
     ]
 
 
-def test_what_was_read_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "feedback.jsonl"
     append_feedback(path, rows(*range(1000)))
     index = FeedbackIndex(path)
@@ -105,7 +105,7 @@ def test_deleted_rows_are_gone(tmp_path: Path) -> None:
     assert read(index) == []
 
 
-def test_a_file_edited_in_place_gives_no_wrong_row(tmp_path: Path) -> None:
+def test_a_file_that_another_program_edits_gives_no_wrong_row(tmp_path: Path) -> None:
     path = tmp_path / "feedback.jsonl"
     append_feedback(path, rows(1, 3, 5))
     index = FeedbackIndex(path)

@@ -45,7 +45,7 @@ WORDS = ["good", "bad", "great", "terrible", "film", "dog", "cat", "town"]
 EVERY = 4
 
 
-class Later:
+class LaterClock:
     """A clock that is past every timeout."""
 
     process_time = staticmethod(time.process_time)
@@ -57,29 +57,29 @@ class Later:
 
 
 def feedback(path: Path, count: int, correction: str = " Yes", start: int = 0) -> None:
-    """Return rows with corrections and some ratings."""
+    """Append rows of feedback with corrections and some ratings."""
     rows = []
     for number in range(start, start + count):
         prompt_fields = {"prompt": f"{WORDS[number % 8]} {WORDS[number // 8 % 8]}"}
-        answered = AnswerRecord(f"cmpl-{number}", "bundle", "", prompt_fields, " No", {})
+        answer = AnswerRecord(f"cmpl-{number}", "bundle", "", prompt_fields, " No", {})
         is_rating = number % 7 == 6
-        rows.append(answered.to_feedback("bad") if is_rating else answered.to_feedback(correction=correction))
+        rows.append(answer.to_feedback("bad") if is_rating else answer.to_feedback(correction=correction))
     append_feedback(path, rows)
 
 
-class Here(RoundProcess):
+class RoundInThisProcess(RoundProcess):
     """Stands in for the process of a round: runs the round in this process when polled."""
 
     cpu_seconds: Any = 0.0
     peak_bytes: Any = 0
 
-    def __init__(self, round: Round, tell: Callable[[str], object]) -> None:
-        self.round, self.tell = round, tell
+    def __init__(self, round: Round, log: Callable[[str], object]) -> None:
+        self.round, self.log = round, log
         self.is_paused = self.has_ended = False
 
     def poll(self) -> dict[str, Any] | None:
         assert not self.has_ended
-        return None if self.is_paused else json.loads(json.dumps(round_outcome(self.round, self.tell)))
+        return None if self.is_paused else json.loads(json.dumps(round_outcome(self.round, self.log)))
 
     def pause(self, is_paused: bool) -> None:
         self.is_paused = is_paused
@@ -89,15 +89,15 @@ class Here(RoundProcess):
 
 
 @dataclass
-class Place:
+class Workspace:
     """A bundle, a device, and folders to learn into."""
 
     folder: Path
     device: Device
     flags: LearnFlags
     served: list[Adapter] = field(default_factory=list)
-    told: list[str] = field(default_factory=list)
-    processes: list[Here] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
+    processes: list[RoundInThisProcess] = field(default_factory=list)
 
     @property
     def learn(self) -> Path:
@@ -108,21 +108,21 @@ class Place:
         """Open a learner, as a new process does."""
         bundle = open_bundle(self.folder / "bundle")
         self.learn.mkdir(exist_ok=True)
-        given, tokenizer = replace(self.flags, **flags), load_bundle_tokenizer(bundle)
+        flags_of_learner, tokenizer = replace(self.flags, **flags), load_bundle_tokenizer(bundle)
         return OnlineLearner(
-            given,
-            *plan_rounds(given, EngineFlags(), source, bundle, tokenizer),
+            flags_of_learner,
+            *plan_rounds(flags_of_learner, EngineFlags(), source, bundle, tokenizer),
             bundle,
             start or Adapter.zeros(bundle.chain.modules),
             tokenizer,
             serve=self.served.append,
-            log=self.told.append,
+            log=self.messages.append,
             begin=self.begin,
             storage=ThreadPoolExecutor(1),
         )
 
-    def begin(self, round: Round) -> Here:
-        self.processes.append(Here(round, self.told.append))
+    def begin(self, round: Round) -> RoundInThisProcess:
+        self.processes.append(RoundInThisProcess(round, self.messages.append))
         return self.processes[-1]
 
     def learnt(self, **flags: Any) -> list[dict[str, Any]]:
@@ -140,8 +140,8 @@ class Place:
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
-    device = Device(has_back=True)
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workspace:
+    device = Device(has_backward=True)
     device.replaces(monkeypatch, rounds)
     device.write_bundle(tmp_path / "bundle")
     kept = [{"prompt": f"{one} {other}", "completion": " No"} for one in WORDS[4:] for other in WORDS[4:]]
@@ -149,7 +149,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     learn = tmp_path / "learn"
     learn.mkdir()
     flags = LearnFlags(learn=learn, learn_every=EVERY, learning_rate=0.05, learn_epochs=3)
-    return Place(tmp_path, device, flags)
+    return Workspace(tmp_path, device, flags)
 
 
 def take_round(learning: OnlineLearner) -> None:
@@ -159,13 +159,13 @@ def take_round(learning: OnlineLearner) -> None:
         assert learning.work()
 
 
-def told(history: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def without_seconds(history: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: value for name, value in each.items() if name != "seconds"} for each in history]
 
 
-def test_a_better_adapter_is_served_round_after_round(place: Place) -> None:
-    feedback(place.learn / FEEDBACK, 3 * EVERY + 2)
-    start, *rounds = place.learnt()
+def test_a_better_adapter_is_served_round_after_round(workspace: Workspace) -> None:
+    feedback(workspace.learn / FEEDBACK, 3 * EVERY + 2)
+    start, *rounds = workspace.learnt()
     assert start["status"] == "start" and not start["current"]
     assert [(each["version"], each["status"], each["parent"]) for each in rounds] == [
         (1, "served", 0), (2, "served", 1), (3, "served", 2)
@@ -173,9 +173,11 @@ def test_a_better_adapter_is_served_round_after_round(place: Place) -> None:
     assert [each["current"] for each in rounds] == [False, False, True]
     for each in rounds:
         assert each["held_back"]["rows"] and each["held_back"]["after"] < each["held_back"]["before"]
-    assert len(place.served) == 3 and place.told[0].startswith("adapter 1 from 4 rows: served, loss")
-    learning = place.open()
-    assert learning.adapter.values.tobytes() == place.served[-1].values.tobytes()
+    assert len(workspace.served) == 3 and workspace.messages[0].startswith(
+        "adapter 1 from 4 rows: served, loss"
+    )
+    learning = workspace.open()
+    assert learning.adapter.values.tobytes() == workspace.served[-1].values.tobytes()
     while learning.work():
         pass
     assert len(learning.history()) == 4  # two rows are too few
@@ -186,104 +188,106 @@ def test_a_bundle_without_backpropagation_learns_too(tmp_path: Path, monkeypatch
     device.replaces(monkeypatch, rounds)
     device.write_bundle(tmp_path / "bundle")
     flags = LearnFlags(learn=tmp_path / "learn", learn_every=EVERY, learning_rate=0.02, learn_epochs=20)
-    place = Place(tmp_path, device, flags)
-    place.learn.mkdir()
-    feedback(place.learn / FEEDBACK, EVERY)
-    assert [each["status"] for each in place.learnt()] == ["start", "served"]
+    workspace = Workspace(tmp_path, device, flags)
+    workspace.learn.mkdir()
+    feedback(workspace.learn / FEEDBACK, EVERY)
+    assert [each["status"] for each in workspace.learnt()] == ["start", "served"]
 
 
 def test_a_foreign_run_cannot_name_local_rows(
-    place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    place.device.replaces(monkeypatch, run_verb)
+    workspace.device.replaces(monkeypatch, run_verb)
     begun = {"bundle": tmp_path / "bundle", "train": tmp_path / "kept.jsonl"}
     run_verb.run(RunSettings(**begun, out=tmp_path / "run", steps=2, quiet=True))
     config = tmp_path / "run/config.yaml"
     config.write_text(f"# changed\n{config.read_text()}")
     start = read_peft(tmp_path / "run/final", open_bundle(tmp_path / "bundle").chain.modules)
     with raises(ConfigError, "path-outside") as caught:
-        place.open(start, tmp_path / "run")
+        workspace.open(start, tmp_path / "run")
     assert caught.value.problems == [f"train: '{tmp_path / 'kept.jsonl'}'"]
     assert "--kept" in caught.value.remedy
-    place.open(start, tmp_path / "run", kept=tmp_path / "kept.jsonl").close()
+    workspace.open(start, tmp_path / "run", kept=tmp_path / "kept.jsonl").close()
 
 
-def test_it_continues_a_run_with_its_rows_and_learning_rate(
-    place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_learning_continues_a_run_with_its_rows_and_learning_rate(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    place.device.replaces(monkeypatch, run_verb)
+    workspace.device.replaces(monkeypatch, run_verb)
     begun = {"bundle": tmp_path / "bundle", "train": tmp_path / "kept.jsonl", "dev": tmp_path / "kept.jsonl"}
     run_verb.run(RunSettings(**begun, out=tmp_path / "run", steps=8, learning_rate=0.07, quiet=True))
     start = read_peft(tmp_path / "run/final", open_bundle(tmp_path / "bundle").chain.modules)
-    feedback(place.learn / FEEDBACK, EVERY)
-    learning = place.open(start, tmp_path / "run", learning_rate=None, may_lose=9.0)
+    feedback(workspace.learn / FEEDBACK, EVERY)
+    learning = workspace.open(start, tmp_path / "run", learning_rate=None, may_lose=9.0)
     take_round(learning)
     _, result = learning.history()
     assert result["status"] == "served" and result["kept"]["rows"] == 16
-    with Journal(place.learn / "rounds/0001/journal.jsonl", writable=False) as journal:
+    with Journal(workspace.learn / "rounds/0001/journal.jsonl", writable=False) as journal:
         begun = journal.records[0]["settings"]
         assert begun["learning_rate"] == 0.07 and begun["batch_size"] == 4 and begun["train_limit"] is None
 
 
 @pytest.mark.parametrize("last", ["", "{{ '!' if loop.last and message.role == 'assistant' }}"])
-def test_texts_and_conversations_are_learnt_together(place: Place, last: str) -> None:
-    """Holds also if the template renders an answer differently once other messages follow."""
-    shutil.rmtree(place.folder / "bundle")
+def test_texts_and_conversations_are_learnt_together(workspace: Workspace, last: str) -> None:
+    """This holds also if the template renders an answer differently once other messages follow."""
+    shutil.rmtree(workspace.folder / "bundle")
     template = "{% for message in messages %}{{ message.content }}" + last + " {% endfor %}"
-    place.device.write_bundle(place.folder / "bundle", chat_template=template)
+    workspace.device.write_bundle(workspace.folder / "bundle", chat_template=template)
     messages = [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "b"},
         {"role": "user", "content": "c"},
     ]
     rows = [AnswerRecord("c", "m", "", {"messages": messages[number:]}, "b", {}) for number in (0, 2)]
-    append_feedback(place.learn / FEEDBACK, [row.to_feedback(correction="d") for row in rows])
-    feedback(place.learn / FEEDBACK, EVERY - 2)
-    _, result = place.learnt()
+    append_feedback(workspace.learn / FEEDBACK, [row.to_feedback(correction="d") for row in rows])
+    feedback(workspace.learn / FEEDBACK, EVERY - 2)
+    _, result = workspace.learnt()
     assert (result["status"], result["learnt"], result["held_back"]["rows"]) == ("served", 3, 1)
 
 
-def test_template_errors_are_reported(place: Place) -> None:
-    shutil.rmtree(place.folder / "bundle")
+def test_template_errors_are_reported(workspace: Workspace) -> None:
+    shutil.rmtree(workspace.folder / "bundle")
     template = (
         "{% for m in messages %}{% if m.content == 'e' %}{{ raise_exception('no e') }}{% endif %}"
         "{{ m.content }} {% endfor %}"
     )
-    place.device.write_bundle(place.folder / "bundle", chat_template=template)
+    workspace.device.write_bundle(workspace.folder / "bundle", chat_template=template)
     prompt_fields = {"messages": [{"role": "user", "content": "c"}]}
     row = AnswerRecord("refused", "m", "", prompt_fields, "b", {}).to_feedback(correction="e")
-    append_feedback(place.learn / FEEDBACK, [row])
+    append_feedback(workspace.learn / FEEDBACK, [row])
     row = AnswerRecord("learnt", "m", "", prompt_fields, "b", {}).to_feedback(correction="d")
-    append_feedback(place.learn / FEEDBACK, [row])
-    feedback(place.learn / FEEDBACK, EVERY - 1)
-    _, result = place.learnt()
+    append_feedback(workspace.learn / FEEDBACK, [row])
+    feedback(workspace.learn / FEEDBACK, EVERY - 1)
+    _, result = workspace.learnt()
     assert result["status"] == "served"
-    [line] = (line for line in place.told if "refused" in line)
+    [line] = (line for line in workspace.messages if "refused" in line)
     assert line.startswith("feedback refused is not usable: the chat template refuses the messages: no e")
 
 
-def with_template(place: Place) -> list[str]:
-    """A bundle whose template refuses some messages, and valid rows of texts and conversations."""
-    shutil.rmtree(place.folder / "bundle")
-    place.device.write_bundle(place.folder / "bundle", chat_template=HOSTILE_TEMPLATE)
+def with_template(workspace: Workspace) -> list[str]:
+    """Write a bundle whose template refuses some messages, and return valid rows of feedback."""
+    shutil.rmtree(workspace.folder / "bundle")
+    workspace.device.write_bundle(workspace.folder / "bundle", chat_template=HOSTILE_TEMPLATE)
     messages = [[{"role": "user", "content": word}] for word in WORDS[:3]]
     chats = [AnswerRecord(each[0]["content"], "m", "", {"messages": each}, "b", {}) for each in messages]
-    path = place.folder / "honest.jsonl"
+    path = workspace.folder / "honest.jsonl"
     append_feedback(path, [each.to_feedback(correction="d") for each in chats])
     feedback(path, 2 * EVERY - len(chats))
     return path.read_text().splitlines()
 
 
 @pytest.mark.whole
-def test_hostile_rows_do_not_change_the_adapter(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hostile_rows_do_not_change_the_adapter(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(chat, "SECONDS", 0.2)
-    honest = with_template(place)
+    honest = with_template(workspace)
 
     def learnt(lines: Sequence[str]) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
-        shutil.rmtree(place.learn)
-        place.learn.mkdir()
-        (place.learn / FEEDBACK).write_text("".join(line + "\n" for line in lines))
-        return told(place.learnt()), place.bits()
+        shutil.rmtree(workspace.learn)
+        workspace.learn.mkdir()
+        (workspace.learn / FEEDBACK).write_text("".join(line + "\n" for line in lines))
+        return without_seconds(workspace.learnt()), workspace.bits()
 
     expected = learnt(honest)
     assert [each["status"] for each in expected[0]] == ["start", "served", "served"] and len(expected[1]) == 2
@@ -296,125 +300,124 @@ def test_hostile_rows_do_not_change_the_adapter(place: Place, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("name", UNUSUAL_FEEDBACK)
-def test_unusual_rows_fail_no_round(place: Place, name: str) -> None:
-    honest = with_template(place)
+def test_unusual_rows_fail_no_round(workspace: Workspace, name: str) -> None:
+    honest = with_template(workspace)
     lines = [json.dumps(UNUSUAL_FEEDBACK[name]), *honest[:-1]]
-    (place.learn / FEEDBACK).write_text("".join(line + "\n" for line in lines))
-    _, *rounds = place.learnt()
+    (workspace.learn / FEEDBACK).write_text("".join(line + "\n" for line in lines))
+    _, *rounds = workspace.learnt()
     assert [each["feedback"] for each in rounds] == [EVERY, EVERY]
     assert all(each["status"] in ("served", "refused") for each in rounds), rounds
 
 
-def test_a_model_without_a_template_learns_texts_beside_conversations(place: Place) -> None:
-    (place.learn / FEEDBACK).write_text(json.dumps(chat_feedback("a")) + "\n")
-    feedback(place.learn / FEEDBACK, EVERY)
-    result = place.learnt()[-1]
+def test_a_model_without_a_template_learns_only_the_texts(workspace: Workspace) -> None:
+    (workspace.learn / FEEDBACK).write_text(json.dumps(chat_feedback("a")) + "\n")
+    feedback(workspace.learn / FEEDBACK, EVERY)
+    result = workspace.learnt()[-1]
     assert (result["status"], result["feedback"]) == ("served", EVERY)
 
 
-def test_a_folder_keeps_its_first_date(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_keeps_its_first_date(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chat templates write the date into rows, which are read again whenever the server starts."""
-    place.open().close()
+    workspace.open().close()
 
-    class Later(date):
+    class LaterDate(date):
         @classmethod
-        def today(cls) -> Later:
+        def today(cls) -> LaterDate:
             return cls.fromisoformat("2027-01-02")
 
-    monkeypatch.setattr("prge.training.settings.date", Later)
-    feedback(place.learn / FEEDBACK, EVERY)
-    place.learnt()
-    learnt = place.processes[0].round.settings.date
-    assert learnt == read_date(place.learn) == date.today().isoformat() != "2027-01-02"
+    monkeypatch.setattr("prge.training.settings.date", LaterDate)
+    feedback(workspace.learn / FEEDBACK, EVERY)
+    workspace.learnt()
+    learnt = workspace.processes[0].round.settings.date
+    assert learnt == read_date(workspace.learn) == date.today().isoformat() != "2027-01-02"
 
 
-def test_killed_at_any_time_it_resumes_with_the_same_bits(place: Place, tmp_path: Path) -> None:
-    feedback(place.learn / FEEDBACK, 3 * EVERY)
+def test_learning_killed_at_any_time_resumes_with_the_same_bits(workspace: Workspace, tmp_path: Path) -> None:
+    feedback(workspace.learn / FEEDBACK, 3 * EVERY)
     kept = {"kept": tmp_path / "kept.jsonl", "may_lose": 0.5}
-    history, bits = told(place.learnt(**kept)), place.bits()
-    content = (place.learn / FEEDBACK).read_bytes()
-    shutil.rmtree(place.learn)
-    place.learn.mkdir()
+    history, bits = without_seconds(workspace.learnt(**kept)), workspace.bits()
+    content = (workspace.learn / FEEDBACK).read_bytes()
+    shutil.rmtree(workspace.learn)
+    workspace.learn.mkdir()
     # The same rows arrive one by one, and the process is killed repeatedly.
     lines, lives, kills = content.splitlines(keepends=True), 0, 0
-    while lines or told(place.open(**kept).history()) != history:
+    while lines or without_seconds(workspace.open(**kept).history()) != history:
         if lines:
-            with (place.learn / FEEDBACK).open("ab") as stream:
+            with (workspace.learn / FEEDBACK).open("ab") as stream:
                 stream.write(lines.pop(0))
-        place.device.calls_left = (1, 1, 2, 1, 3, 2, 16)[lives % 7]
+        workspace.device.calls_left = (1, 1, 2, 1, 3, 2, 16)[lives % 7]
         lives += 1
-        learning = place.open(**kept)
+        learning = workspace.open(**kept)
         try:
             while learning.work():
                 pass
         except Killed:
             kills += 1
-        place.device.calls_left = None
+        workspace.device.calls_left = None
         assert lives < 100
     assert kills > 6
-    assert place.bits() == bits and len(bits) == 3
+    assert workspace.bits() == bits and len(bits) == 3
 
 
-def test_an_adapter_that_harms_retained_rows_is_not_served(place: Place, tmp_path: Path) -> None:
-    feedback(place.learn / FEEDBACK, 2 * EVERY)
-    _, *rounds = place.learnt(kept=tmp_path / "kept.jsonl", may_lose=0.0, replay=0.0)
+def test_an_adapter_that_harms_retained_rows_is_not_served(workspace: Workspace, tmp_path: Path) -> None:
+    feedback(workspace.learn / FEEDBACK, 2 * EVERY)
+    _, *rounds = workspace.learnt(kept=tmp_path / "kept.jsonl", may_lose=0.0, replay=0.0)
     assert [each["status"] for each in rounds] == ["refused", "refused"]
     assert {each["why"] for each in rounds} == {"worse on the retained rows"}
-    # Of the second round, two rows are learned besides the held-out one; and all four rows of the first
-    # round.
+    # The second round learns its own rows without the held-out ones, and all four rows of the first round.
     assert [each["learnt"] for each in rounds] == [3, 6]
-    assert rounds[0]["kept"]["metric"] == "-loss" and not place.served
-    assert not any((place.learn / "rounds").iterdir())
+    assert rounds[0]["kept"]["metric"] == "-loss" and not workspace.served
+    assert not any((workspace.learn / "rounds").iterdir())
 
 
-def test_an_adapter_that_is_no_better_is_not_served(place: Place) -> None:
-    feedback(place.learn / FEEDBACK, 2)
+def test_an_adapter_that_is_no_better_is_not_served(workspace: Workspace) -> None:
+    feedback(workspace.learn / FEEDBACK, 2)
     # The held-out rows ask for the opposite.
-    feedback(place.learn / FEEDBACK, 1, "\x00\x01", start=2)
-    feedback(place.learn / FEEDBACK, 1, start=3)
-    _, result = place.learnt(learning_rate=0.5)
+    feedback(workspace.learn / FEEDBACK, 1, "\x00\x01", start=2)
+    feedback(workspace.learn / FEEDBACK, 1, start=3)
+    _, result = workspace.learnt(learning_rate=0.5)
     assert result["status"] == "refused" and result["why"].startswith("no better")
 
 
-def test_bad_ratings_alone_teach_nothing(place: Place) -> None:
+def test_bad_ratings_alone_teach_nothing(workspace: Workspace) -> None:
     rows = [
         AnswerRecord(str(n), "m", "", {"prompt": str(n)}, " a", {}).to_feedback("bad") for n in range(EVERY)
     ]
-    append_feedback(place.learn / FEEDBACK, rows)
-    _, result = place.learnt()
+    append_feedback(workspace.learn / FEEDBACK, rows)
+    _, result = workspace.learnt()
     assert (result["status"], result["learnt"]) == ("refused", 0) and "no good ratings" in result["why"]
 
 
-def test_the_last_adapter_can_be_reverted(place: Place) -> None:
-    feedback(place.learn / FEEDBACK, 2 * EVERY)
-    learning = place.open()
+def test_the_last_adapter_can_be_reverted(workspace: Workspace) -> None:
+    feedback(workspace.learn / FEEDBACK, 2 * EVERY)
+    learning = workspace.open()
     with pytest.raises(RequestError) as caught:
         learning.revert(0)
     assert caught.value.status == 409
     while learning.work():
         pass
-    first = place.served[0]
+    first = workspace.served[0]
     assert learning.revert(2) == 1
-    assert place.served[-1].values.tobytes() == first.values.tobytes()
+    assert workspace.served[-1].values.tobytes() == first.values.tobytes()
     learning.close()
-    learning = place.open()
+    learning = workspace.open()
     assert [each["status"] for each in learning.history()] == ["start", "served", "taken back"]
     assert learning.adapter.values.tobytes() == first.values.tobytes()
-    assert learning.revert(1) == 0 and not place.served[-1].values.any()
+    assert learning.revert(1) == 0 and not workspace.served[-1].values.any()
     # The rows of the reverted adapters are not learned again.
-    feedback(place.learn / FEEDBACK, EVERY, start=20)
+    feedback(workspace.learn / FEEDBACK, EVERY, start=20)
     learning.close()
-    result = place.learnt()[-1]
+    result = workspace.learnt()[-1]
     assert (result["parent"], result["learnt"], result["status"]) == (0, 2, "served")
 
 
 def test_reverting_the_start_of_a_round_abandons_the_round(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    feedback(place.learn / FEEDBACK, EVERY)
-    learning = place.open()
+    feedback(workspace.learn / FEEDBACK, EVERY)
+    learning = workspace.open()
     take_round(learning)
-    feedback(place.learn / FEEDBACK, EVERY, start=EVERY)
+    feedback(workspace.learn / FEEDBACK, EVERY, start=EVERY)
     calls = 0
 
     def count() -> None:
@@ -423,106 +426,108 @@ def test_reverting_the_start_of_a_round_abandons_the_round(
         if calls == 3:
             raise Killed
 
-    monkeypatch.setattr(place.device, "count", count)
+    monkeypatch.setattr(workspace.device, "count", count)
     with pytest.raises(Killed):
         take_round(learning)
     monkeypatch.undo()
-    place.device.replaces(monkeypatch, rounds)
+    workspace.device.replaces(monkeypatch, rounds)
     assert learning.revert(1) == 0
     assert [each["status"] for each in learning.history()] == ["start", "taken back", "abandoned"]
-    assert place.processes[-1].has_ended and not any((place.learn / "rounds").iterdir())
+    assert workspace.processes[-1].has_ended and not any((workspace.learn / "rounds").iterdir())
     take_round(learning)
     last = learning.history()[-1]
     assert (last["parent"], last["feedback"], last["status"]) == (0, EVERY, "served")
 
 
-def test_the_process_of_a_round_is_paused_during_generation(place: Place) -> None:
-    feedback(place.learn / FEEDBACK, EVERY)
-    learning = place.open()
+def test_the_process_of_a_round_is_paused_during_generation(workspace: Workspace) -> None:
+    feedback(workspace.learn / FEEDBACK, EVERY)
+    learning = workspace.open()
     learning.pause(True)
-    assert learning.work() and [each.is_paused for each in place.processes] == [
+    assert learning.work() and [each.is_paused for each in workspace.processes] == [
         True
     ]  # a new process starts paused
     assert learning.work() and learning.history()[-1]["status"] == "learning"
     learning.pause(True)
     learning.pause(False)
-    assert [each.is_paused for each in place.processes] == [True]  # another completion is still in progress
+    assert [each.is_paused for each in workspace.processes] == [
+        True
+    ]  # another completion is still in progress
     learning.pause(False)
-    assert [each.is_paused for each in place.processes] == [False]
+    assert [each.is_paused for each in workspace.processes] == [False]
     take_round(learning)
     assert learning.history()[-1]["status"] == "served"
     # A process that has ended is not signalled.
     learning.pause(True)
-    assert [each.is_paused for each in place.processes] == [False]
+    assert [each.is_paused for each in workspace.processes] == [False]
 
 
-def test_deleting_a_row_ends_the_process_that_learns_it(place: Place) -> None:
-    feedback(place.learn / FEEDBACK, EVERY)
-    learning = place.open()
+def test_deleting_a_row_ends_the_process_that_learns_it(workspace: Workspace) -> None:
+    feedback(workspace.learn / FEEDBACK, EVERY)
+    learning = workspace.open()
     learning.pause(True)
     assert learning.work()
-    remove_rows(place.learn / FEEDBACK, lambda number, fields, line: number == 1)
-    assert learning.work() and place.processes[0].has_ended
+    remove_rows(workspace.learn / FEEDBACK, lambda number, fields, line: number == 1)
+    assert learning.work() and workspace.processes[0].has_ended
     learning.pause(False)
     take_round(learning)
-    first, second = (each.round.learnt for each in place.processes)
+    first, second = (each.round.learnt for each in workspace.processes)
     assert (len(first), len(second)) == (3, 2) and learning.history()[-1]["learnt"] == 2
 
 
-def test_deleting_a_row_during_a_round_restarts_the_round(place: Place) -> None:
-    feedback(place.learn / FEEDBACK, EVERY)
-    place.device.calls_left = 3
+def test_deleting_a_row_during_a_round_restarts_the_round(workspace: Workspace) -> None:
+    feedback(workspace.learn / FEEDBACK, EVERY)
+    workspace.device.calls_left = 3
     with pytest.raises(Killed):
-        take_round(place.open())
-    place.device.calls_left = None
-    remove_rows(place.learn / FEEDBACK, lambda number, fields, line: number == 1)
-    result = place.learnt()[-1]
+        take_round(workspace.open())
+    workspace.device.calls_left = None
+    remove_rows(workspace.learn / FEEDBACK, lambda number, fields, line: number == 1)
+    result = workspace.learnt()[-1]
     assert (result["status"], result["learnt"], result["feedback"]) == ("served", 2, EVERY)
-    with Journal(place.learn / "rounds/0001/journal.jsonl", writable=False) as journal:
+    with Journal(workspace.learn / "rounds/0001/journal.jsonl", writable=False) as journal:
         assert {row for step in journal.records[1:] for row in step["rows"]} <= {1, 2}
-    texts = b"".join(path.read_bytes() for path in place.learn.rglob("*") if path.is_file())
+    texts = b"".join(path.read_bytes() for path in workspace.learn.rglob("*") if path.is_file())
     assert b"good good" not in texts
 
 
 @pytest.mark.parametrize("at", ["first step", "last step", "judgement"])
 def test_an_adapter_with_a_deleted_row_is_not_served(
-    place: Place, monkeypatch: pytest.MonkeyPatch, at: str
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
     """The adapter has the same bits as one that never saw the row."""
 
     def forget() -> None:
-        remove_rows(place.learn / FEEDBACK, lambda number, fields, line: number == 1)
+        remove_rows(workspace.learn / FEEDBACK, lambda number, fields, line: number == 1)
 
-    feedback(place.learn / FEEDBACK, EVERY)
-    content = (place.learn / FEEDBACK).read_bytes()
-    place.device.calls_left = 0
+    feedback(workspace.learn / FEEDBACK, EVERY)
+    content = (workspace.learn / FEEDBACK).read_bytes()
+    workspace.device.calls_left = 0
     with pytest.raises(Killed):
-        take_round(place.open())
-    place.device.calls_left = None
+        take_round(workspace.open())
+    workspace.device.calls_left = None
     forget()
-    place.learnt()
-    expected = place.bits()
-    shutil.rmtree(place.learn)
-    place.learn.mkdir()
-    (place.learn / FEEDBACK).write_bytes(content)
-    place.served.clear()
+    workspace.learnt()
+    expected = workspace.bits()
+    shutil.rmtree(workspace.learn)
+    workspace.learn.mkdir()
+    (workspace.learn / FEEDBACK).write_bytes(content)
+    workspace.served.clear()
     count, (last, calls) = 0, (0, 0)
     if at != "first step":
-        monkeypatch.setattr(place.device, "count", lambda: None)
+        monkeypatch.setattr(workspace.device, "count", lambda: None)
         # Count the calls of the steps and of the whole round.
-        probe = replace(place, served=[], told=[])
+        probe = replace(workspace, served=[], messages=[])
         total = 0
 
         def counted() -> None:
             nonlocal total
             total += 1
 
-        monkeypatch.setattr(place.device, "count", counted)
+        monkeypatch.setattr(workspace.device, "count", counted)
         probe.learnt()
         last, calls = total - 2, total
-        shutil.rmtree(place.learn)
-        place.learn.mkdir()
-        (place.learn / FEEDBACK).write_bytes(content)
+        shutil.rmtree(workspace.learn)
+        workspace.learn.mkdir()
+        (workspace.learn / FEEDBACK).write_bytes(content)
     goal = {"first step": 1, "last step": last, "judgement": calls}[at]
 
     def hook() -> None:
@@ -531,17 +536,17 @@ def test_an_adapter_with_a_deleted_row_is_not_served(
         if count == goal:
             forget()
 
-    monkeypatch.setattr(place.device, "count", hook)
-    found = place.learnt()[-1]
-    assert (found["status"], found["learnt"]) == ("served", 2) and len(place.served) == 1
-    assert place.bits() == expected
-    texts = b"".join(path.read_bytes() for path in place.learn.rglob("*") if path.is_file())
+    monkeypatch.setattr(workspace.device, "count", hook)
+    result = workspace.learnt()[-1]
+    assert (result["status"], result["learnt"]) == ("served", 2) and len(workspace.served) == 1
+    assert workspace.bits() == expected
+    texts = b"".join(path.read_bytes() for path in workspace.learn.rglob("*") if path.is_file())
     assert b"good good" not in texts
 
 
-def test_of_two_simultaneous_reverts_one_succeeds(place: Place) -> None:
-    feedback(place.learn / FEEDBACK, 2 * EVERY)
-    learning = place.open()
+def test_of_two_simultaneous_reverts_one_succeeds(workspace: Workspace) -> None:
+    feedback(workspace.learn / FEEDBACK, 2 * EVERY)
+    learning = workspace.open()
     while learning.work():
         pass
     first, second = [learning.storage.submit(learning.revert, 2) for _ in range(2)]
@@ -552,26 +557,26 @@ def test_of_two_simultaneous_reverts_one_succeeds(place: Place) -> None:
     assert [each["current"] for each in learning.history()] == [False, True, False]
 
 
-def test_a_folder_continues_only_with_its_bundle_and_adapter(place: Place) -> None:
-    place.open().close()
-    other = random_adapter(open_bundle(place.folder / "bundle").chain.modules, 1)
-    with raises(ConfigError, "learning-differs", saying="adapter"):
-        place.open(other)
+def test_a_folder_continues_only_with_its_bundle_and_adapter(workspace: Workspace) -> None:
+    workspace.open().close()
+    other = random_adapter(open_bundle(workspace.folder / "bundle").chain.modules, 1)
+    with raises(ConfigError, "learning-differs", containing="adapter"):
+        workspace.open(other)
 
 
 @pytest.mark.parametrize("at", ["round", "step", "judged"])
 def test_a_full_disk_is_retried(
-    place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, at: str
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, at: str
 ) -> None:
-    feedback(place.learn / FEEDBACK, EVERY)
-    place.learnt()
-    expected = place.bits()
-    content = (place.learn / FEEDBACK).read_bytes()
-    shutil.rmtree(place.learn)
-    place.learn.mkdir()
-    (place.learn / FEEDBACK).write_bytes(content)
-    place.told.clear()
-    learning, append = place.open(), Journal.append
+    feedback(workspace.learn / FEEDBACK, EVERY)
+    workspace.learnt()
+    expected = workspace.bits()
+    content = (workspace.learn / FEEDBACK).read_bytes()
+    shutil.rmtree(workspace.learn)
+    workspace.learn.mkdir()
+    (workspace.learn / FEEDBACK).write_bytes(content)
+    workspace.messages.clear()
+    learning, append = workspace.open(), Journal.append
 
     def refuse(self: Journal, record: dict[str, Any]) -> dict[str, Any]:
         if record["type"] == at:
@@ -583,63 +588,65 @@ def test_a_full_disk_is_retried(
     for _ in range(4):
         learning.work()
     assert learning.problem == "no space left"
-    assert [line for line in place.told if "no space" in line] == [
+    assert [line for line in workspace.messages if "no space" in line] == [
         "learning failed, trying again every 0 seconds: no space left"
     ]
     monkeypatch.setattr(Journal, "append", append)
     take_round(learning)
     assert not learning.problem
-    assert place.told[-1] == "learning continues" and learning.history()[-1]["status"] == "served"
-    assert place.bits() == expected
+    assert workspace.messages[-1] == "learning continues" and learning.history()[-1]["status"] == "served"
+    assert workspace.bits() == expected
 
 
-def test_an_unreadable_file_only_stops_learning(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    learning = place.open()
-    (place.learn / FEEDBACK).mkdir()
+def test_an_unreadable_file_only_stops_learning(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learning = workspace.open()
+    (workspace.learn / FEEDBACK).mkdir()
     assert not learning.work() and not learning.work()
-    (output,) = place.told
+    (output,) = workspace.messages
     assert output.startswith("learning failed, trying again every 30 seconds: ") and "a folder" in output
-    (place.learn / FEEDBACK).rmdir()
-    feedback(place.learn / FEEDBACK, EVERY)
+    (workspace.learn / FEEDBACK).rmdir()
+    feedback(workspace.learn / FEEDBACK, EVERY)
     assert not learning.work()  # not yet
-    monkeypatch.setattr(module, "time", Later)
+    monkeypatch.setattr(module, "time", LaterClock)
     take_round(learning)
     assert learning.history()[-1]["status"] == "served"
 
 
-def test_it_waits_for_a_charger(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    with raises(ConfigError, "condition-not-measurable", saying="--when charging"):
-        place.open(when="charging")
-    feedback(place.learn / FEEDBACK, EVERY)
+def test_learning_waits_for_a_charger(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    with raises(ConfigError, "condition-not-measurable", containing="--when charging"):
+        workspace.open(when="charging")
+    feedback(workspace.learn / FEEDBACK, EVERY)
     states = iter([True, False, False, True, *[True] * 100])
     monkeypatch.setattr(Sensors, "charging", lambda self: SensorReading(next(states), "test"))
     monkeypatch.setattr(module, "SECONDS_TO_LOOK", 0.0)
-    learning = place.open(when="charging")
+    learning = workspace.open(when="charging")
     assert not learning.work() and not learning.work()
-    assert place.told == ["learning: paused, not charging: it waits for a charger"]
+    assert workspace.messages == ["learning: paused, not charging: it waits for a charger"]
     take_round(learning)
     assert learning.history()[-1]["status"] == "served"
-    assert place.told[1].startswith("learning: resuming after a pause of ")
+    assert workspace.messages[1].startswith("learning: resuming after a pause of ")
 
 
-def test_the_process_of_a_round_does_not_count_as_other_use(place: Place) -> None:
+def test_the_process_of_a_round_does_not_count_as_other_use(workspace: Workspace) -> None:
     """`--when idle` pauses while other programs use the machine."""
-    place.open(when="idle").close()
-    feedback(place.learn / FEEDBACK, EVERY)
-    learning = place.open()
+    workspace.open(when="idle").close()
+    feedback(workspace.learn / FEEDBACK, EVERY)
+    learning = workspace.open()
     learning.pause(True)
-    while not place.processes:
+    while not workspace.processes:
         learning.work()
     before = learning.cpu_seconds()
-    place.processes[0].cpu_seconds = 100.0
+    workspace.processes[0].cpu_seconds = 100.0
     assert 100 <= learning.cpu_seconds() - before < 110
 
 
-def test_bad_ratings_are_not_retained(place: Place, tmp_path: Path) -> None:
+def test_bad_ratings_are_not_retained(workspace: Workspace, tmp_path: Path) -> None:
     rows = [{"prompt": word, "completion": " No", "label": number % 2} for number, word in enumerate(WORDS)]
     write_rows(tmp_path / "rated.jsonl", [*rows, {"prompt": "a", "completion": "b", "label": "maybe"}])
     settings = RunSettings(Path(), tmp_path / "rated.jsonl", tmp_path, dev=tmp_path / "kept.jsonl")
-    bundle = open_bundle(place.folder / "bundle")
+    bundle = open_bundle(workspace.folder / "bundle")
     kept = read_retained_examples(settings, load_bundle_tokenizer(bundle), bundle)
     assert (len(kept.replayed), len(kept.judged)) == (4, 16)
 
@@ -652,20 +659,22 @@ def test_feedback_on_one_question_is_not_split() -> None:
     assert not {row.question for row in held} & {row.question for row in learnt}
 
 
-def test_the_history_is_whole_lines_of_its_owner(place: Place) -> None:
-    feedback(place.learn / FEEDBACK, EVERY)
-    place.learnt()
-    kinds = [json.loads(line)["record"]["type"] for line in (place.learn / HISTORY).read_text().splitlines()]
-    assert kinds == ["start", "round", "judged"]
-    assert np.isfinite(place.served[0].values).all()
-    assert len(read_feedback(place.learn / FEEDBACK)) == EVERY
+def test_the_history_has_a_line_for_each_record(workspace: Workspace) -> None:
+    feedback(workspace.learn / FEEDBACK, EVERY)
+    workspace.learnt()
+    record_types = [
+        json.loads(line)["record"]["type"] for line in (workspace.learn / HISTORY).read_text().splitlines()
+    ]
+    assert record_types == ["start", "round", "judged"]
+    assert np.isfinite(workspace.served[0].values).all()
+    assert len(read_feedback(workspace.learn / FEEDBACK)) == EVERY
 
 
-def test_an_incompatible_adapter_is_refused(place: Place) -> None:
+def test_an_incompatible_adapter_is_refused(workspace: Workspace) -> None:
     """Steps would use another lora_A than the one that is served."""
-    bundle = open_bundle(place.folder / "bundle")
+    bundle = open_bundle(workspace.folder / "bundle")
     adapter = read_lora(bundle.adapter)
     others = {name: matrix + 1 for name, matrix in adapter.lora_a.items()}
-    write_lora(place.folder / "theirs", replace(adapter, lora_a=others))
+    write_lora(workspace.folder / "theirs", replace(adapter, lora_a=others))
     with raises(AdapterError, "adapter-does-not-fit"):
-        place.open(source=place.folder / "theirs")
+        workspace.open(source=workspace.folder / "theirs")

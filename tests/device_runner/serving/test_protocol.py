@@ -22,7 +22,7 @@ def refused(content: object, read: Any = read_chat) -> RequestError:
     return caught.value
 
 
-def test_defaults_are_openais_but_for_rare_tokens() -> None:
+def test_defaults_are_openais_except_for_rare_tokens() -> None:
     chat = read_chat(json.dumps(CHAT).encode())
     assert chat.sampling.min_p == 0.1
     assert read_chat(json.dumps({**CHAT, "min_p": 0}).encode()).sampling.min_p == 0
@@ -85,7 +85,7 @@ def test_prompts(prompt: object, expected: tuple[object, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "param", "told"),
+    ("change", "param", "message"),
     [
         ({"model": 3}, "model", "model is 3, must be the name of a model"),
         ({"model": None}, "model", "model is missing"),
@@ -122,12 +122,12 @@ def test_prompts(prompt: object, expected: tuple[object, ...]) -> None:
         ({"tempature": 1}, "tempature", "unknown field 'tempature'"),
     ],
 )
-def test_errors_name_the_parameter(change: dict[str, Any], param: str, told: str) -> None:
+def test_errors_name_the_parameter(change: dict[str, Any], param: str, message: str) -> None:
     error = refused({**CHAT, **change})
     assert error.status == 400
     described = error.body["error"]
     assert described["type"] == "invalid_request_error" and described["param"] == param
-    assert told in described["message"]
+    assert message in described["message"]
 
 
 @pytest.mark.parametrize(

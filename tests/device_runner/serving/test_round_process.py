@@ -50,7 +50,7 @@ CHILD = """
 import sys
 from device_runner.serving import round_process, rounds
 from tests.device_runner.numpy_device import Device
-rounds.open_engine = Device(has_back=True).open_engine
+rounds.open_engine = Device(has_backward=True).open_engine
 sys.platform = {platform!r}
 round_process.main()
 """
@@ -61,9 +61,9 @@ class NumpyRound(RoundProcess):
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Round:
+def round(tmp_path: Path) -> Round:
     """Return a round of many steps."""
-    Device(has_back=True).write_bundle(tmp_path / "bundle")
+    Device(has_backward=True).write_bundle(tmp_path / "bundle")
     bundle = open_bundle(tmp_path / "bundle")
     feedback = tmp_path / "learn/feedback.jsonl"
     feedback.parent.mkdir()
@@ -116,37 +116,37 @@ def state(process: int) -> str:
         return ""
 
 
-def test_it_runs_a_round_like_this_process(made: Round, monkeypatch: pytest.MonkeyPatch) -> None:
-    process = NumpyRound(made)
+def test_a_child_runs_a_round_like_this_process(round: Round, monkeypatch: pytest.MonkeyPatch) -> None:
+    process = NumpyRound(round)
     result = outcome(process)
     assert result["status"] in ("served", "refused") and result["steps"] == 60
     assert process.peak_bytes > 10e6 and process.cpu_seconds >= 0
     process.end()
-    expected = bits(made)
-    here = replace(made, settings=replace(made.settings, out=made.settings.out.with_name("here")))
-    monkeypatch.setattr("device_runner.serving.rounds.open_engine", Device(has_back=True).open_engine)
+    expected = bits(round)
+    here = replace(round, settings=replace(round.settings, out=round.settings.out.with_name("here")))
+    monkeypatch.setattr("device_runner.serving.rounds.open_engine", Device(has_backward=True).open_engine)
     assert round_outcome(here, print) == result and bits(here) == expected
 
 
-def test_it_is_paused_and_continued(made: Round) -> None:
-    process = NumpyRound(made)
-    until(lambda: journal(made).count(b"step") > 5)
+def test_the_process_of_a_round_is_paused_and_continued(round: Round) -> None:
+    process = NumpyRound(round)
+    until(lambda: journal(round).count(b"step") > 5)
     for _ in range(2):
         process.pause(True)
     time.sleep(0.05)
-    before = journal(made)
+    before = journal(round)
     time.sleep(0.3)
-    assert journal(made) == before and process.poll() is None
+    assert journal(round) == before and process.poll() is None
     process.pause(False)
     assert outcome(process)["steps"] == 60
     process.end()
 
 
 @pytest.mark.whole
-def test_killed_repeatedly_it_reaches_the_same_bits(made: Round) -> None:
-    process = NumpyRound(made)
-    expected = outcome(process), bits(made)
-    other = replace(made, settings=replace(made.settings, out=made.settings.out.with_name("other")))
+def test_a_round_killed_repeatedly_ends_with_the_same_bits(round: Round) -> None:
+    process = NumpyRound(round)
+    expected = outcome(process), bits(round)
+    other = replace(round, settings=replace(round.settings, out=round.settings.out.with_name("other")))
     for steps in (1, 20, 40):
         process = NumpyRound(other)
         until(lambda: journal(other).count(b"step") >= steps)  # noqa: B023
@@ -156,34 +156,36 @@ def test_killed_repeatedly_it_reaches_the_same_bits(made: Round) -> None:
     assert (outcome(process), bits(other)) == expected
 
 
-def test_a_process_that_was_killed_is_reported(made: Round) -> None:
-    process = NumpyRound(made)
+def test_a_process_that_was_killed_is_reported(round: Round) -> None:
+    process = NumpyRound(round)
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     [number] = [each for each in children if b"round_child" in Path(f"/proc/{each}/cmdline").read_bytes()]
     os.kill(int(number), signal.SIGKILL)
-    with raises(RunError, "round-process-ended", saying="SIGKILL"):
+    with raises(RunError, "round-process-ended", containing="SIGKILL"):
         outcome(process)
     process.end()
 
 
-def test_missing_rows_and_bundles_are_reported(made: Round) -> None:
-    process = NumpyRound(replace(made, settings=replace(made.settings, bundle=made.settings.out / "nothing")))
+def test_missing_rows_and_bundles_are_reported(round: Round) -> None:
+    process = NumpyRound(
+        replace(round, settings=replace(round.settings, bundle=round.settings.out / "nothing"))
+    )
     result = outcome(process)
     assert result["status"] == "problem" and "nothing" in result["problem"]
-    remove_rows(made.feedback, lambda number, fields, line: number == 1)
-    assert outcome(NumpyRound(made)) == {"status": "changed"}
+    remove_rows(round.feedback, lambda number, fields, line: number == 1)
+    assert outcome(NumpyRound(round)) == {"status": "changed"}
 
 
 @contextmanager
-def server(made: Round, folder: Path, platform: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """A server, and the id of its stopped child."""
+def server(round: Round, folder: Path, platform: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """Yield a server, and the id of its stopped child."""
     path = folder / "round"
-    path.write_bytes(pickle.dumps(made))
-    words = [sys.executable, "-c", SERVER, path, made.feedback.parent, CHILD.format(platform=platform)]
+    path.write_bytes(pickle.dumps(round))
+    command = [sys.executable, "-c", SERVER, path, round.feedback.parent, CHILD.format(platform=platform)]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     # A test's parent that adopts orphans must be of another session, as the system's init is.
     options: Any = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True}
-    with subprocess.Popen([*map(str, words)], env=environment, **options) as process:
+    with subprocess.Popen([*map(str, command)], env=environment, **options) as process:
         try:
             assert process.stdout is not None and process.stdout.readline() == "stopped\n"
             [child] = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
@@ -193,20 +195,20 @@ def server(made: Round, folder: Path, platform: str) -> Iterator[tuple[subproces
 
 
 @pytest.mark.parametrize("platform", ["linux", "darwin"])
-def test_a_paused_process_ends_with_its_server(made: Round, tmp_path: Path, platform: str) -> None:
-    """Also if the system does not kill the child of a process that ended."""
-    with server(made, tmp_path, platform) as (process, child):
+def test_a_paused_process_ends_with_its_server(round: Round, tmp_path: Path, platform: str) -> None:
+    """This holds also if the system does not kill the child of a process that ended."""
+    with server(round, tmp_path, platform) as (process, child):
         until(lambda: state(child) == "T")
         process.send_signal(signal.SIGKILL)
         process.wait()
         until(lambda: state(child) in ("", "Z"), 5)
 
 
-def test_no_server_starts_before_another_ones_process_has_ended(made: Round, tmp_path: Path) -> None:
-    folder = made.feedback.parent
-    with server(made, tmp_path, "linux") as (process, child):
+def test_no_server_starts_before_another_ones_process_has_ended(round: Round, tmp_path: Path) -> None:
+    folder = round.feedback.parent
+    with server(round, tmp_path, "linux") as (process, child):
         os.kill(child, signal.SIGSTOP)
-        with raises(RunError, "run-in-use", saying=str(process.pid)), run_lock(folder):
+        with raises(RunError, "run-in-use", containing=str(process.pid)), run_lock(folder):
             pass
         process.send_signal(signal.SIGKILL)
         process.wait()

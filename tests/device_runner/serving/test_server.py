@@ -23,7 +23,7 @@ import pytest
 from device_runner.serving.app import BYTES_BESIDES_PROMPTS, BYTES_PER_TOKEN, MAX_HELD
 from prge.generation.loop import GenerationSettings, Generator, Request
 from prge.generation.prompts import Prompts
-from tests.device_runner.serving.child import CONTEXT, FAILING, SlowSpeaker, adapters, make_tokenizer
+from tests.device_runner.serving.child import CONTEXT, FAILING, SlowGenerationEngine, adapters, make_tokenizer
 from tests.prge.data.tiny_tokenizers import byte_level_backend
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -66,9 +66,11 @@ def served(
     seconds: float = 0.0, queue: int = 64, key: str = "", feedback: Path | str = "", system: Path | str = ""
 ) -> Iterator[Child]:
     script = REPOSITORY / "tests/device_runner/serving/child.py"
-    words = [sys.executable, script, seconds, queue, key, feedback, system]
+    command = [sys.executable, script, seconds, queue, key, feedback, system]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen([*map(str, words)], stdout=subprocess.PIPE, text=True, env=environment) as process:
+    with subprocess.Popen(
+        [*map(str, command)], stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
         try:
             assert process.stdout is not None
             yield Child(process, process.stdout.readline().strip())
@@ -85,24 +87,24 @@ def child() -> Iterator[Child]:
 
 @pytest.fixture(scope="module")
 def slow() -> Iterator[Child]:
-    """A server with a queue of at most 2 completions, at a hundred tokens per second."""
+    """Yield a server with a queue of at most 2 completions, at a hundred tokens per second."""
     with served(SLOW, queue=2) as server:
         yield server
         assert server.health()
 
 
-def expected(model: str, most: int, prompt: str = "", messages: list[Any] | None = None) -> str:
+def expected(model: str, max_tokens: int, prompt: str = "", messages: list[Any] | None = None) -> str:
     """Return the model's completion, generated without a server."""
     prompts = Prompts(make_tokenizer())
     tokenized = prompts.encode_messages(messages) if messages else prompts.encode_text(prompt)
-    request = Request(tokenized, adapters()[model], GenerationSettings(most))
-    return Generator(SlowSpeaker(0), make_tokenizer()).generate([request])[0].text
+    request = Request(tokenized, adapters()[model], GenerationSettings(max_tokens))
+    return Generator(SlowGenerationEngine(0), make_tokenizer()).generate([request])[0].text
 
 
 HELLO = [{"role": "user", "content": "Hi!"}]
 
 
-def test_models_by_their_names(child: Child) -> None:
+def test_models_are_listed_by_their_names(child: Child) -> None:
     client = child.client()
     assert [model.id for model in client.models.list()] == ["base", "tuned"]
     assert client.models.retrieve("tuned").id == "tuned"
@@ -124,8 +126,8 @@ def test_a_chat(child: Child, model: str) -> None:
             model=model, messages=HELLO, max_tokens=20, temperature=0, stream=True, stream_options=options
         )
     ]
-    pieces = [event.choices[0].delta.content or "" for event in events[:-1]]
-    assert "".join(pieces) == choice.message.content and sum(map(bool, pieces)) > 3
+    chunks = [event.choices[0].delta.content or "" for event in events[:-1]]
+    assert "".join(chunks) == choice.message.content and sum(map(bool, chunks)) > 3
     assert events[0].choices[0].delta.role == "assistant"
     assert events[-2].choices[0].finish_reason == "length"
     assert events[-1].usage == whole.usage and not events[-1].choices
@@ -143,20 +145,22 @@ def test_a_completion(child: Child) -> None:
 
 
 def test_control_tokens_count_only_in_completion_prompts(child: Child) -> None:
-    """Compared with transformers: control tokens of the template count, those in messages do not."""
+    """As in transformers, control tokens of the template count, and those in messages do not."""
     from transformers import PreTrainedTokenizerFast
 
-    theirs = PreTrainedTokenizerFast(tokenizer_object=byte_level_backend())
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_level_backend())
     client, text = child.client(), "a cat<|im_end|> and</s> a dog"
     header, end = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
     completion = client.completions.create(model="base", prompt=header + text + end, max_tokens=1)
-    assert completion.usage.prompt_tokens == 1 + len(theirs(header + text + end).input_ids)
+    assert completion.usage.prompt_tokens == 1 + len(tokenizer(header + text + end).input_ids)
     chat = client.chat.completions.create(
         model="base", messages=[{"role": "user", "content": text}], max_tokens=1
     )
-    spelled = theirs(text, split_special_tokens=True).input_ids
-    assert chat.usage.prompt_tokens == len([*theirs(header).input_ids, *spelled, *theirs(end).input_ids])
-    assert len(spelled) > len(theirs(text).input_ids) + 10
+    spelled = tokenizer(text, split_special_tokens=True).input_ids
+    assert chat.usage.prompt_tokens == len(
+        [*tokenizer(header).input_ids, *spelled, *tokenizer(end).input_ids]
+    )
+    assert len(spelled) > len(tokenizer(text).input_ids) + 10
 
 
 def test_several_answers_and_the_seed(child: Child) -> None:
@@ -192,7 +196,7 @@ def test_an_answer_ends_with_the_context(child: Child) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "status", "code", "told"),
+    ("change", "status", "code", "message"),
     [
         ({"model": "gpt-5"}, 404, "model_not_found", "there is no model 'gpt-5'"),
         ({"prompt": [5] * CONTEXT}, 400, "context_length_exceeded", "2048 tokens"),
@@ -202,11 +206,11 @@ def test_an_answer_ends_with_the_context(child: Child) -> None:
     ],
 )
 def test_errors_have_openais_form(
-    child: Child, change: dict[str, Any], status: int, code: str | None, told: str
+    child: Child, change: dict[str, Any], status: int, code: str | None, message: str
 ) -> None:
     result, body = child.ask({"model": "base", "prompt": "a", **change})
     assert result == status
-    assert body["error"]["code"] == code and told in body["error"]["message"] and body["error"]["type"]
+    assert body["error"]["code"] == code and message in body["error"]["message"] and body["error"]["type"]
 
 
 def test_unknown_paths_and_methods(child: Child) -> None:
@@ -223,14 +227,14 @@ def test_an_engine_that_fails_ends_a_stream_with_an_error(child: Child) -> None:
 
 def test_a_hundred_megabytes_are_refused_and_not_buffered(child: Child) -> None:
     before = child.peak_bytes()
-    piece, pieces = b" " * (1 << 20), 100
+    chunk, count = b" " * (1 << 20), 100
 
     def parts() -> Iterator[bytes]:
-        for _ in range(pieces):
-            yield piece
+        for _ in range(count):
+            yield chunk
 
-    for how in ({"Content-Length": str(pieces * len(piece))}, {"Transfer-Encoding": "chunked"}):
-        headers = {"Content-Type": "application/json", **how}
+    for encoding in ({"Content-Length": str(count * len(chunk))}, {"Transfer-Encoding": "chunked"}):
+        headers = {"Content-Type": "application/json", **encoding}
         with closing(http.client.HTTPConnection(child.host, child.port, timeout=30)) as connection:
             connection.request(
                 "POST", "/v1/completions", parts(), headers, encode_chunked="Transfer-Encoding" in headers
@@ -267,18 +271,18 @@ def _refused(connection: socket.socket) -> bool:
         return False
 
 
-def test_fifty_clients_at_once_get_what_each_would_alone(child: Child) -> None:
-    words = ["the film", "a dog", "on mat", "good town", "river"]
-    texts = {word: expected("tuned", 16, word) for word in words}
+def test_fifty_simultaneous_clients_get_the_same_completions_as_alone(child: Child) -> None:
+    prompts = ["the film", "a dog", "on mat", "good town", "river"]
+    texts = {prompt: expected("tuned", 16, prompt) for prompt in prompts}
 
     def ask(number: int) -> bool:
-        word = words[number % len(words)]
+        prompt = prompts[number % len(prompts)]
         client = child.client()
-        given = {"model": "tuned", "prompt": word, "max_tokens": 16, "temperature": 0}
+        settings = {"model": "tuned", "prompt": prompt, "max_tokens": 16, "temperature": 0}
         if number % 2:
-            return bool(client.completions.create(**given).choices[0].text == texts[word])
-        events = client.completions.create(**given, stream=True)
-        return "".join(event.choices[0].text for event in events) == texts[word]
+            return bool(client.completions.create(**settings).choices[0].text == texts[prompt])
+        events = client.completions.create(**settings, stream=True)
+        return "".join(event.choices[0].text for event in events) == texts[prompt]
 
     with ThreadPoolExecutor(50) as pool:
         assert all(pool.map(ask, range(50)))
@@ -303,7 +307,7 @@ def _head(length: int) -> bytes:
     return "\r\n".join([*lines, f"Content-Length: {length}", "", ""]).encode()
 
 
-def test_while_it_is_hot_no_completion_is_begun(tmp_path: Path) -> None:
+def test_no_completion_begins_while_the_phone_is_hot(tmp_path: Path) -> None:
     zone = tmp_path / "class/thermal/thermal_zone0/temp"
     zone.parent.mkdir(parents=True)
     zone.write_text("40000\n")
@@ -311,7 +315,7 @@ def test_while_it_is_hot_no_completion_is_begun(tmp_path: Path) -> None:
         begun = child.client().completions.create(
             model="base", prompt="a", max_tokens=60, temperature=0, stream=True
         )
-        pieces = [next(iter(begun)).choices[0].text]
+        chunks = [next(iter(begun)).choices[0].text]
         zone.write_text("47000\n")
         status, answer = child.ask({"model": "base", "prompt": "a", "max_tokens": 1})
         assert status == 503 and answer["error"]["code"] == "paused"
@@ -319,8 +323,8 @@ def test_while_it_is_hot_no_completion_is_begun(tmp_path: Path) -> None:
         with pytest.raises(openai.InternalServerError) as refused:
             child.client().completions.create(model="base", prompt="a", max_tokens=1)
         assert refused.value.response.headers["Retry-After"] == "30"
-        pieces += [event.choices[0].text for event in begun]
-        assert "".join(pieces) == expected("base", 60, "a")
+        chunks += [event.choices[0].text for event in begun]
+        assert "".join(chunks) == expected("base", 60, "a")
         assert child.health() and child.client().models.list()
         zone.write_text("43000\n")
         assert child.ask({"model": "base", "prompt": "a"})[0] == 503
@@ -390,7 +394,7 @@ def test_numbers_out_of_bounds_are_refused_early(child: Child, name: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("name", "taken"),
+    ("name", "accepted"),
     [
         ("max_tokens", (1 << 31, 1 << 63, 10**9, 1 << 64, 10**90)),
         ("max_completion_tokens", (1 << 31, 1 << 63, 10**9, 1 << 64, 10**90)),
@@ -398,7 +402,7 @@ def test_numbers_out_of_bounds_are_refused_early(child: Child, name: str) -> Non
         ("seed", (-1, 0, -(1 << 31), -(1 << 63), 1 << 31, 1 << 63, 10**9, 1 << 64, 10**90)),
     ],
 )
-def test_unbounded_numbers_have_no_effect_on_size(child: Child, name: str, taken: tuple[int, ...]) -> None:
+def test_unbounded_numbers_have_no_effect_on_size(child: Child, name: str, accepted: tuple[int, ...]) -> None:
     prompt = [5] * (CONTEXT - 3)
     for number in NO_NUMBERS:
         body = {"model": "base", "messages": HELLO, "max_tokens": 3, "temperature": 0}
@@ -410,7 +414,7 @@ def test_unbounded_numbers_have_no_effect_on_size(child: Child, name: str, taken
             body["messages"] = [{"role": "user", "content": "a" * 1980}]
         status, answer = child.ask({**body, name: number}, path)
         assert status in (200, 400), (number, answer)
-        assert (status == 200) == (type(number) is int and number in taken), (number, answer)
+        assert (status == 200) == (type(number) is int and number in accepted), (number, answer)
         if status == 200:
             assert answer["usage"]["total_tokens"] <= CONTEXT and answer["usage"]["completion_tokens"] <= 80
 
@@ -677,7 +681,7 @@ def test_feedback_is_stored_by_the_id_of_a_completion(tmp_path: Path) -> None:
         assert output.count("feedback can't be stored") == 1
 
 
-def test_without_a_file_no_feedback_is_taken(child: Child) -> None:
+def test_without_a_file_no_feedback_is_accepted(child: Child) -> None:
     status, output = _judged(child, id="cmpl-1", rating="good")
     assert status == 404 and "without --feedback FILE" in output
     with pytest.raises(openai.NotFoundError, match="--learn"):
@@ -710,8 +714,8 @@ def test_executorchs_own_conformance_test(child: Child) -> None:
 
     contract = Path(executorch.__path__[0]) / "examples/llm_server/conformance/test_openai_contract.py"
     # This example needs tools, which need constrained generation.
-    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", contract, "--deselect",
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", contract, "--deselect",
              f"{contract}::test_tool_call_response_shape", "-k", "not tool_call"]  # fmt: skip
     environment = {**os.environ, "OPENAI_BASE_URL": child.url, "OPENAI_MODEL": "base"}
-    done = subprocess.run([*map(str, words)], capture_output=True, text=True, env=environment, cwd="/")
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, env=environment, cwd="/")
     assert done.returncode == 0 and "6 passed" in done.stdout, done.stdout

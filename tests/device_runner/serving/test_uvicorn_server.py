@@ -18,7 +18,7 @@ from device_runner.serving.models import Models
 from device_runner.serving.worker import Worker
 from prge.errors import RunError
 from prge.generation.loop import Generator
-from tests.device_runner.serving.child import SlowSpeaker, adapters, make_tokenizer
+from tests.device_runner.serving.child import SlowGenerationEngine, adapters, make_tokenizer
 from tests.refusals import raises
 
 
@@ -26,9 +26,9 @@ def test_a_free_and_a_used_port() -> None:
     with listening.listening("127.0.0.1", 0) as listener:
         address = listening.format_address(listener)
         port = int(address.removeprefix("127.0.0.1:"))
-        with raises(RunError, "address-not-available", saying=address):
+        with raises(RunError, "address-not-available", containing=address):
             listening.listening("127.0.0.1", port).__enter__()
-    with raises(RunError, "address-not-available", saying="no such host"):
+    with raises(RunError, "address-not-available", containing="no such host"):
         listening.listening("no such host", 0).__enter__()
 
 
@@ -40,7 +40,7 @@ def served(*clients: Client) -> list[bytes]:
     """Return what each client receives from a server in this process; clients connect in turn, and stay."""
 
     async def serve() -> list[bytes]:
-        worker = Worker(Generator(SlowSpeaker(0), make_tokenizer()), 2)
+        worker = Worker(Generator(SlowGenerationEngine(0), make_tokenizer()), 2)
         with listening.listening("127.0.0.1", 0) as listener, worker:
             application = app.make_app(Models(adapters(), make_tokenizer()), worker, Access())
             server = listening.Server(application, worker)
@@ -100,8 +100,8 @@ def test_the_longest_idle_connection_makes_room(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(listening, "MAX_CONNECTIONS", 3)
     monkeypatch.setattr(listening, "SECONDS_TO_BEGIN", 3)
     waiting = [sends(b"GET /health HTTP/1.1\r\n") for _ in range(5)]
-    *idle, answered = served(*waiting, sends(HEALTH.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")))
-    assert b"200 OK" in answered and not any(b"200" in each for each in idle)
+    *idle, newest = served(*waiting, sends(HEALTH.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")))
+    assert b"200 OK" in newest and not any(b"200" in each for each in idle)
 
 
 def test_an_unread_response_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +116,7 @@ def test_an_unread_response_ends(monkeypatch: pytest.MonkeyPatch) -> None:
             ended.set()
 
     async def stall() -> None:
-        worker = Worker(Generator(SlowSpeaker(0), make_tokenizer()), 2)
+        worker = Worker(Generator(SlowGenerationEngine(0), make_tokenizer()), 2)
         application = app.make_app(Models(adapters(), make_tokenizer()), worker, Access())
         server = listening.Server(application, worker)
         connection: Any = server.config.http
@@ -168,7 +168,7 @@ def test_a_body_that_never_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
     async def send(message: Any) -> None:
         sent.append(message)
 
-    with Worker(Generator(SlowSpeaker(0), make_tokenizer()), 2) as worker:
+    with Worker(Generator(SlowGenerationEngine(0), make_tokenizer()), 2) as worker:
         served = app.make_app(Models(adapters(), make_tokenizer()), worker, Access())
         asyncio.run(served(scope, receive, send))
     assert sent[0]["status"] == 408
@@ -182,7 +182,7 @@ def need_ipv6() -> None:
         pytest.skip("this machine has no address ::1")
 
 
-def test_addresses_of_both_kinds() -> None:
+def test_an_ipv6_address_is_printed_in_brackets() -> None:
     need_ipv6()
     with listening.listening("::1", 0) as listener:
         assert listening.format_address(listener).startswith("[::1]:")

@@ -29,7 +29,7 @@ def written(begin: int, end: int) -> str:
 
 
 @given(MINUTES, MINUTES, MINUTES)
-def test_hours_are_those_from_the_begin_on_to_the_end(begin: int, end: int, now: int) -> None:
+def test_hours_include_their_begin_and_exclude_their_end(begin: int, end: int, now: int) -> None:
     hours = Hours.parse(written(begin, end), "x")
     assert hours is not None
     minute, inside = begin, set()
@@ -42,7 +42,7 @@ def test_hours_are_those_from_the_begin_on_to_the_end(begin: int, end: int, now:
 
 
 @given(MINUTES, MINUTES, MINUTES)
-def test_a_window_and_the_one_from_its_end_to_its_begin_make_the_day(begin: int, end: int, now: int) -> None:
+def test_a_window_and_its_complement_cover_the_day(begin: int, end: int, now: int) -> None:
     one, other = Hours("x", begin, end), Hours("x", end, begin)
     assert begin == end or one.has(now) != other.has(now)
 
@@ -56,7 +56,7 @@ def test_the_day_may_end_at_24(now: int) -> None:
 
 
 @given(st.text(alphabet="0123456789:-,ab ", max_size=12))
-def test_a_text_is_conditions_or_refused(text: str) -> None:
+def test_a_text_is_parsed_as_conditions_or_refused(text: str) -> None:
     try:
         result = parse_when(text)
     except ValueError as error:
@@ -67,7 +67,7 @@ def test_a_text_is_conditions_or_refused(text: str) -> None:
             assert isinstance(each, Hours) and 0 <= each.begin < DAY and 0 <= each.end < DAY
 
 
-def test_all_words() -> None:
+def test_all_conditions_are_parsed() -> None:
     result = parse_when("charging, cool:40,battery:30,idle,22:00-07:00")
     assert [type(each) for each in result] == [Charging, Cool, Battery, Idle, Hours]
     assert result[1:3] == [Cool("--when cool:40", 40.0), Battery("--when battery:30", 30.0)]
@@ -79,30 +79,32 @@ def test_all_words() -> None:
     ["charged", "cool:", "cool:hot", "cool:nan", "cool:5000", "battery", "battery:-1", "battery:101",
      "idle:1", "charging:1", "22:00", "25:00-07:00", "22:60-07:00", "22:00-24:01", "charging,", "Charging"],
 )  # fmt: skip
-def test_other_words_are_refused_with_what_is_allowed(word: str) -> None:
-    with raises(ConfigError, "settings-unusable", saying="--when"):
+def test_unknown_conditions_are_refused_with_the_allowed_ones(word: str) -> None:
+    with raises(ConfigError, "settings-unusable", containing="--when"):
         RunSettings(bundle=Path("b"), train=Path("t"), out=Path("o"), when=word)
 
 
-def test_one_word_of_each_type() -> None:
-    with raises(ConfigError, "settings-unusable", saying="12:00-13:00"):
+def test_two_conditions_of_one_type_are_refused() -> None:
+    with raises(ConfigError, "settings-unusable", containing="12:00-13:00"):
         RunSettings(bundle=Path("b"), train=Path("t"), out=Path("o"), when="22:00-07:00,12:00-13:00")
 
 
-def test_flags_and_words_are_the_same_conditions() -> None:
+def test_flags_and_when_make_the_same_conditions() -> None:
     flags = RunSettings(
         Path("b"), Path("t"), Path("o"), only_charging=True, pause_above_celsius=41, pause_below_battery=30
     )
-    given, words = flags.constraints(), parse_when("charging,cool:41,battery:30")
-    assert [{**vars(each), "flag": ""} for each in given] == [{**vars(each), "flag": ""} for each in words]
+    from_flags, from_when = flags.constraints(), parse_when("charging,cool:41,battery:30")
+    assert [{**vars(each), "flag": ""} for each in from_flags] == [
+        {**vars(each), "flag": ""} for each in from_when
+    ]
     policy = Policy(only_charging=True, pause_above_celsius=41, pause_below_battery=30)
-    assert policy.constraints() == given
+    assert policy.constraints() == from_flags
 
 
-def looked(gates: Pauses) -> tuple[str, list[str]]:
+def reason_and_messages(pauses: Pauses) -> tuple[str, list[str]]:
     """Return why work must wait, and the messages."""
     messages: list[str] = []
-    return gates.reason_to_wait(messages.append), messages
+    return pauses.reason_to_wait(messages.append), messages
 
 
 def test_hours_follow_a_clock_that_jumps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,17 +112,17 @@ def test_hours_follow_a_clock_that_jumps(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(
         time, "localtime", lambda: time.struct_time((2026, 1, 1, now[0] // 60, now[0] % 60, 0, 0, 1, 0))
     )
-    gates = Pauses(parse_when("22:00-07:00"), seconds=0)
+    pauses = Pauses(parse_when("22:00-07:00"), seconds=0)
     why = "not the time: it is 12:00, it waits for 22:00-07:00"
-    assert looked(gates) == (why, [f"paused, {why}"])
+    assert reason_and_messages(pauses) == (why, [f"paused, {why}"])
     now[0] = 6 * 60 + 59
-    assert looked(gates) == ("", ["resuming after a pause of 0 s"])
+    assert reason_and_messages(pauses) == ("", ["resuming after a pause of 0 s"])
     now[0] = 7 * 60
-    assert looked(gates)[0].startswith("not the time: it is 07:00")
+    assert reason_and_messages(pauses)[0].startswith("not the time: it is 07:00")
 
 
 def dumpsys(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    """Android's dumpsys with only the service `power`."""
+    """Install a `dumpsys` like Android's with only the service `power`."""
     script = folder / "dumpsys"
     script.write_text(f"#!/bin/sh\n[ $1 = power ] && echo '{text}'\n")
     script.chmod(0o755)
@@ -136,12 +138,14 @@ def test_a_phone_is_idle_while_its_screen_is_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, why: str
 ) -> None:
     dumpsys(tmp_path, monkeypatch, f"POWER MANAGER\n  mWakefulness={state}\n  mIsPowered=true")
-    assert looked(Pauses(parse_when("idle"), seconds=0))[0] == why
+    assert reason_and_messages(Pauses(parse_when("idle"), seconds=0))[0] == why
 
 
-def test_a_phone_that_does_not_tell_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_phone_whose_screen_is_not_readable_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     dumpsys(tmp_path, monkeypatch, "Permission Denial")
-    with raises(ConfigError, "condition-not-measurable", saying="--when idle"):
+    with raises(ConfigError, "condition-not-measurable", containing="--when idle"):
         Pauses(parse_when("idle"))
 
 
@@ -163,17 +167,17 @@ def test_another_machine_is_idle_while_others_take_few_cores(
     fake.sleep = passed
     monkeypatch.setattr(module, "time", fake)
     passed(1)
-    gates = Pauses(parse_when("idle"), Sensors(tmp_path, tmp_path), seconds=0)
+    pauses = Pauses(parse_when("idle"), Sensors(tmp_path, tmp_path), seconds=0)
     passed(5, own=2.0, others=0.4)  # what the run itself takes is no use of the device
-    assert looked(gates)[0] == ""
+    assert reason_and_messages(pauses)[0] == ""
     passed(5, own=2.0, others=1.5)
-    assert looked(gates)[0] == "in use: other programs use 1.5 cores, the limit is 0.5"
+    assert reason_and_messages(pauses)[0] == "in use: other programs use 1.5 cores, the limit is 0.5"
     passed(5, others=0.4)
-    assert looked(gates)[0] == "in use: other programs use 0.4 cores, the limit is 0.25"
+    assert reason_and_messages(pauses)[0] == "in use: other programs use 0.4 cores, the limit is 0.25"
     passed(5, others=0.2)
-    assert looked(gates) == ("", ["resuming after a pause of 0 s"])
+    assert reason_and_messages(pauses) == ("", ["resuming after a pause of 0 s"])
 
 
-def test_a_machine_that_does_not_tell_is_refused(tmp_path: Path) -> None:
-    with raises(ConfigError, "condition-not-measurable", saying=f"{tmp_path}/stat"):
+def test_a_machine_whose_load_is_not_readable_is_refused(tmp_path: Path) -> None:
+    with raises(ConfigError, "condition-not-measurable", containing=f"{tmp_path}/stat"):
         Pauses(parse_when("idle"), Sensors(tmp_path, tmp_path))

@@ -58,7 +58,7 @@ def test_power_is_summed_over_time_and_the_counter_is_read_at_both_ends(
     assert result["by_charge"]["source"].endswith("charge_counter")
 
 
-def test_nothing_is_made_up(tmp_path: Path, battery: Path, clock: Clock) -> None:
+def test_unknown_energy_is_null_with_a_reason(tmp_path: Path, battery: Path, clock: Clock) -> None:
     energy = Energy(Sensors(tmp_path))
     still = energy.record()["by_charge"]
     assert still["value"] is None and "has not fallen" in still["reason"]

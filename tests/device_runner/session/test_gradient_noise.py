@@ -33,7 +33,7 @@ def agreements(tmp_path: Path) -> Callable[[Device], dict[tuple[str, float], Gra
     def measured(device: Device) -> dict[tuple[str, float], GradientAgreement]:
         bundle = open_bundle(device.write_bundle(tmp_path / "bundle"))
         engine = device.open_engine(bundle, "backward").engine
-        exact = Device(has_back=True).open_engine(bundle, "backward").engine
+        exact = Device(has_backward=True).open_engine(bundle, "backward").engine
         adapter, rows = random_adapter(bundle.chain.modules, size=0.01), random_completions(32)
         steps = [Step(adapter, rows[4 * number :][:4], 1, number) for number in range(8)]
         along = []
@@ -45,15 +45,17 @@ def agreements(tmp_path: Path) -> Callable[[Device], dict[tuple[str, float], Gra
         result = {}
         for epsilon in (SMALL, LARGE):
             for name, rule in difference_rules(QUERIES, epsilon).items():
-                scalars = [Differences(rule).measure(engine, step).projected_gradients for step in steps]
-                result[name, epsilon] = measure_agreement(np.array(scalars), np.array(along))
+                projected_gradients = [
+                    Differences(rule).measure(engine, step).projected_gradients for step in steps
+                ]
+                result[name, epsilon] = measure_agreement(np.array(projected_gradients), np.array(along))
         return result
 
     return measured
 
 
 def test_small_differences_of_an_exact_model_are_its_derivatives(agreements: Any) -> None:
-    result = agreements(Device(has_back=True))
+    result = agreements(Device(has_backward=True))
     assert result["antithetic", SMALL].r > 0.9999
     assert result["antithetic", SMALL].scale == pytest.approx(1, abs=0.005)
     assert result["fzoo", SMALL].r > 0.99
@@ -61,11 +63,11 @@ def test_small_differences_of_an_exact_model_are_its_derivatives(agreements: Any
 
 
 def test_rounding_drowns_small_steps(agreements: Any) -> None:
-    result = agreements(Device(has_back=True, grid=0.1))
+    result = agreements(Device(has_backward=True, grid=0.1))
     assert result["antithetic", SMALL].r < 0.5 < 0.8 < result["antithetic", LARGE].r
 
 
-def test_compare() -> None:
+def test_agreement_is_measured_by_correlation_and_scale() -> None:
     random = np.random.default_rng(0)
     reference, noise = random.normal(size=(2, 4, 5000))
     same = measure_agreement(2 * reference, reference)
@@ -101,21 +103,21 @@ def log_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str
 
 @pytest.mark.parametrize("changes", [{}, {"estimator": "fzoo"}], ids=str)
 def test_noise_is_reported_once(log_of: Callable[..., str], changes: dict[str, Any]) -> None:
-    log = log_of(Device(has_tangents=False, grid=0.05), epsilon=SMALL, **changes)
+    log = log_of(Device(has_jvp=False, grid=0.05), epsilon=SMALL, **changes)
     (line,) = (line for line in log.splitlines() if "int8 activations" in line)
     assert "differences at epsilon 0.001 and 0.00141 agree with r = " in line
     assert line.endswith("--estimator tangent has no such noise")
 
 
 def test_differences_without_noise_need_no_other_program(log_of: Callable[..., str]) -> None:
-    assert "agree with r = 1.00\n" in log_of(Device(has_tangents=False), epsilon=SMALL)
+    assert "agree with r = 1.00\n" in log_of(Device(has_jvp=False), epsilon=SMALL)
 
 
-@pytest.mark.parametrize(("has_tangents", "scheme"), [(False, "fp32"), (True, "8da4w")])
+@pytest.mark.parametrize(("has_jvp", "scheme"), [(False, "fp32"), (True, "8da4w")])
 def test_nothing_is_reported_where_there_is_no_noise(
-    log_of: Callable[..., str], has_tangents: bool, scheme: str
+    log_of: Callable[..., str], has_jvp: bool, scheme: str
 ) -> None:
-    assert "int8" not in log_of(Device(has_tangents=has_tangents), scheme)
+    assert "int8" not in log_of(Device(has_jvp=has_jvp), scheme)
 
 
 def test_a_run_continues_where_noise_cant_be_measured(
@@ -125,5 +127,5 @@ def test_a_run_continues_where_noise_cant_be_measured(
         raise RuntimeError("no memory")
 
     monkeypatch.setattr(run_verb, "noise_note", broken)
-    log = log_of(Device(has_tangents=False))
+    log = log_of(Device(has_jvp=False))
     assert "the noise of differences was not measured: no memory" in log

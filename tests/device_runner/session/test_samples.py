@@ -19,9 +19,9 @@ from prge.generation.prompts import Prompts
 from prge.training.checkpoint import TrainingState
 from prge.training.monitor import RunMonitor
 from prge.training.optimizers import make_optimizer
+from tests.numpy_generation_engine import NumpyGenerationEngine, make_adapter
 from tests.prge.data.tiny_tokenizers import byte_level_backend
 from tests.refusals import raises
-from tests.speakers import NumpyGenerationEngine, make_adapter
 
 TEMPLATE = "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
 TOKENIZER = Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, prepend_bos=True, chat_template=TEMPLATE)
@@ -57,14 +57,14 @@ def test_prompts_of_rows_are_texts_or_messages(tmp_path: Path) -> None:
         ("a.jsonl", '{"messages": [{"role": "assistant", "content": "a"}]}\n', "row 1"),
     ],
 )
-def test_prompts_that_can_not_be_used(tmp_path: Path, name: str, content: str, value: str) -> None:
-    with raises(DataError, "prompts-unusable", saying=value):
+def test_unusable_prompts_are_refused(tmp_path: Path, name: str, content: str, value: str) -> None:
+    with raises(DataError, "prompts-unusable", containing=value):
         read_prompts(write(tmp_path, name, content), Prompts(TOKENIZER))
 
 
-def test_messages_without_a_template(tmp_path: Path) -> None:
+def test_messages_without_a_template_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path, "a.jsonl", '{"messages": [{"role": "user", "content": "a"}]}\n')
-    with raises(DataError, "prompts-unusable", saying="row 1"):
+    with raises(DataError, "prompts-unusable", containing="row 1"):
         read_prompts(path, Prompts(Tokenizer(byte_level_backend())))
 
 
@@ -109,8 +109,8 @@ def test_samples_before_during_and_after(start: Callable[..., Run]) -> None:
     assert [(each["step"], each["prompt"]) for each in records] == [
         (step, prompt) for step in (0, 2, 4, 5) for prompt in ("the film", "a dog")
     ]
-    asked = Prompts(TOKENIZER).encode_text("a dog")
-    request = Request(asked, make_adapter(4), GenerationSettings(64, overflow="truncate"))
+    prompt = Prompts(TOKENIZER).encode_text("a dog")
+    request = Request(prompt, make_adapter(4), GenerationSettings(64, overflow="truncate"))
     assert records[5]["text"] == Generator(NumpyGenerationEngine(), TOKENIZER).generate([request])[0].text
     assert records[1]["text"] != records[5]["text"]
     assert run.samples.summary() == {"before": records[:2], "after": records[-2:]}
@@ -118,16 +118,14 @@ def test_samples_before_during_and_after(start: Callable[..., Run]) -> None:
     assert run.generator.engine.open_count == 0  # type: ignore[attr-defined]
 
 
-def test_none_during_training(start: Callable[..., Run]) -> None:
+def test_samples_during_training_can_be_disabled(start: Callable[..., Run]) -> None:
     run = start(every=0)
     run.take_steps(5)
     assert {each["step"] for each in written(run)} == {0}
 
 
 @pytest.mark.parametrize("lost", [0, 1, 20, 200])
-def test_a_resumed_run_has_the_samples_of_one_that_never_stopped(
-    start: Callable[..., Run], lost: int
-) -> None:
+def test_a_resumed_run_has_the_samples_of_an_uninterrupted_run(start: Callable[..., Run], lost: int) -> None:
     run = start()
     run.take_steps(6)
     run.samples.take()

@@ -44,7 +44,7 @@ def _settings(**changes: Any) -> RunSettings:
     ("roles", "estimator", "queries"),
     [({FORWARD, JVP, BACKWARD}, "exact", None), ({FORWARD, JVP}, "tangent", 4), ({FORWARD}, "antithetic", 4)],
 )
-def test_without_an_estimator_it_is_the_best_one_that_the_bundle_has(
+def test_the_default_estimator_is_the_best_one_that_the_bundle_supports(
     roles: set[str], estimator: str, queries: int | None
 ) -> None:
     bundle = with_roles(roles)
@@ -80,8 +80,10 @@ def test_the_optimizer_follows_from_the_estimator(
         ({"trunk_cache_bytes": 1}, "trunk-missing", "--adapt-layers"),
     ],
 )
-def test_settings_that_dont_fit_the_bundle(changes: dict[str, Any], code: str, value: str) -> None:
-    with raises(ConfigError, code, saying=value):
+def test_settings_that_do_not_fit_the_bundle_are_refused(
+    changes: dict[str, Any], code: str, value: str
+) -> None:
+    with raises(ConfigError, code, containing=value):
         resolve_settings(_settings(**changes), with_roles({FORWARD}))
 
 
@@ -98,29 +100,29 @@ def test_settings_that_dont_fit_the_bundle(changes: dict[str, Any], code: str, v
         ({"max_example_grad_norm": -1.0, "batch_size": 1}, "-1.0"),
     ],
 )
-def test_settings_without_a_meaning(changes: dict[str, Any], value: str) -> None:
-    with raises(ConfigError, "settings-unusable", saying=value):
+def test_settings_without_a_meaning_are_refused(changes: dict[str, Any], value: str) -> None:
+    with raises(ConfigError, "settings-unusable", containing=value):
         _settings(**changes)
 
 
 def test_a_default_that_is_set_is_accepted() -> None:
-    words = ["--bundle", "b", "--train", "t", "--out", "o", "--epsilon", "0.01"]
-    given = parse_settings(RunSettings, words, "prge run")
-    assert resolve_settings(given, with_roles({FORWARD, JVP})).estimator == "tangent"
+    arguments = ["--bundle", "b", "--train", "t", "--out", "o", "--epsilon", "0.01"]
+    settings = parse_settings(RunSettings, arguments, "prge run")
+    assert resolve_settings(settings, with_roles({FORWARD, JVP})).estimator == "tangent"
 
 
 def test_steps_to_evaluate_at_lie_within_the_run() -> None:
-    words = ["--bundle", "b", "--train", "t", "--out", "o", "--steps", "8", "--eval-at"]
-    assert parse_settings(RunSettings, [*words, "0", "3", "8"], "prge run").eval_at == [0, 3, 8]
-    with raises(ConfigError, "settings-unusable", saying="--eval-at"):
-        parse_settings(RunSettings, [*words, "3", "9"], "prge run")
+    arguments = ["--bundle", "b", "--train", "t", "--out", "o", "--steps", "8", "--eval-at"]
+    assert parse_settings(RunSettings, [*arguments, "0", "3", "8"], "prge run").eval_at == [0, 3, 8]
+    with raises(ConfigError, "settings-unusable", containing="--eval-at"):
+        parse_settings(RunSettings, [*arguments, "3", "9"], "prge run")
 
 
-def test_epochs_take_the_place_of_steps() -> None:
-    words = ["--bundle", "b", "--train", "t", "--out", "o", "--epochs", "2"]
-    with raises(ConfigError, "settings-unusable", saying="--epochs"):
-        parse_settings(RunSettings, [*words, "--steps", "8"], "prge run")
-    settings = parse_settings(RunSettings, [*words, "--eval-at", "3", "--batch-size", "12"], "prge run")
+def test_epochs_replace_steps() -> None:
+    arguments = ["--bundle", "b", "--train", "t", "--out", "o", "--epochs", "2"]
+    with raises(ConfigError, "settings-unusable", containing="--epochs"):
+        parse_settings(RunSettings, [*arguments, "--steps", "8"], "prge run")
+    settings = parse_settings(RunSettings, [*arguments, "--eval-at", "3", "--batch-size", "12"], "prge run")
     examples = [classification(number, [1], 2, 0) for number in range(25)]
 
     def planned(settings: RunSettings) -> RunSettings:
@@ -131,18 +133,18 @@ def test_epochs_take_the_place_of_steps() -> None:
     assert (result.epochs, result.steps) == (None, 5)
     assert planned(result) == result and result.warmup_steps == 1
     assert planned(replace(settings, epochs=0.001, eval_at=[])).steps == 1
-    with raises(ConfigError, "settings-unusable", saying="--eval-at"):
+    with raises(ConfigError, "settings-unusable", containing="--eval-at"):
         planned(replace(settings, epochs=0.1))
 
 
 def test_the_name_of_a_data_set_is_no_path() -> None:
-    """So that the run can be resumed from another folder."""
+    """Paths become absolute, so that the run can be resumed from another folder."""
     result = replace(_settings(), train=Path("nyu-mll/glue:sst2"), dev=Path("dev.jsonl")).resolved()
     assert result.train == Path("nyu-mll/glue:sst2")
     assert result.dev is not None and result.dev.is_absolute() and result.out.is_absolute()
 
 
-def test_estimators_have_what_the_settings_say() -> None:
+def test_estimators_have_the_values_of_the_settings() -> None:
     tangents = make_estimator(
         resolve_settings(_settings(estimator="tangent", share_directions=True, max_grad_norm=0.5), CHAIN)
     )
@@ -175,14 +177,16 @@ def test_estimators_have_what_the_settings_say() -> None:
         ({"estimator": "exact", "max_example_grad_norm": 0.1, "batch_size": 3}, "backward", (1, 1, 0)),
     ],
 )
-def test_a_run_chooses_its_steps(changes: dict[str, Any], role: str, sizes: tuple[int, int, int]) -> None:
+def test_the_plan_of_a_run_has_the_sizes_of_its_steps(
+    changes: dict[str, Any], role: str, sizes: tuple[int, int, int]
+) -> None:
     plan = plan_run(CHAIN, [], _settings(**changes))
     assert plan.role == plan.shape.role == role
     assert (plan.shape.copies, plan.shape.sequences, plan.shape.queries) == sizes
 
 
 @pytest.mark.parametrize(
-    ("sequences", "changes", "examples", "most"),
+    ("sequences", "changes", "examples", "expected_sequences"),
     [
         (1, {}, 4, 4),
         (1, {"batch_size": 6}, 6, 6),
@@ -196,13 +200,13 @@ def test_a_run_chooses_its_steps(changes: dict[str, Any], role: str, sizes: tupl
     ],
 )
 def test_the_batch_size_counts_the_examples_of_a_step(
-    sequences: int, changes: dict[str, Any], examples: int, most: int
+    sequences: int, changes: dict[str, Any], examples: int, expected_sequences: int
 ) -> None:
     narrow = completion(1, [1, 2], 1)
     widest = long_choice(2, [1], [[n, n] for n in range(sequences)], 0) if sequences > 1 else narrow
     training = [narrow, widest] * 6
     plan = plan_run(CHAIN, training, _settings(**changes))
-    assert (plan.recipe.batch_size, plan.shape.sequences) == (examples, most)
+    assert (plan.recipe.batch_size, plan.shape.sequences) == (examples, expected_sequences)
     assert len(plan.recipe.sampler(training).batch(0)) == examples
     assert (plan.shape.sequences_per_example, plan.shape.tokens) == (
         sequences,
@@ -220,28 +224,28 @@ def test_a_loss_that_compares_examples_has_all_of_a_step_at_once() -> None:
 
 def test_rows_that_no_step_of_the_estimator_takes_are_refused() -> None:
     long = [completion(1, [1] * 17, 1)]
-    with raises(ConfigError, "row-too-long", saying="17"):
+    with raises(ConfigError, "row-too-long", containing="17"):
         plan_run(CHAIN, long, _settings())
 
 
 def test_what_changed_in_a_resumed_run_is_reported_by_the_run() -> None:
     """Stored settings, such as the queries of a tangent run, are no errors when another setting changes."""
     changes = {"estimator": "exact", "queries": 4}
-    with raises(ConfigError, "settings-unusable", saying="--queries"):
+    with raises(ConfigError, "settings-unusable", containing="--queries"):
         _settings(**changes)
     assert resolve_settings(_settings(**changes, resume=Path("o")), CHAIN).estimator == "exact"
 
 
 def test_a_step_that_is_too_large_names_the_runs_flags() -> None:
     settings = _settings(estimator="tangent", queries=1 << 20, batch_size=1 << 12)
-    with raises(ConfigError, "step-too-large", saying="--queries"):
+    with raises(ConfigError, "step-too-large", containing="--queries"):
         plan_run(CHAIN, [], settings)
 
 
 def test_settings_of_an_earlier_version_are_refused(tmp_path: Path) -> None:
     stored = {"estimator": "tangent", "guided": True}
-    with raises(ConfigError, "run-of-other-version", saying="guided"):
+    with raises(ConfigError, "run-of-other-version", containing="guided"):
         Recipe.from_record(stored)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(stored))
-    with raises(ConfigError, "settings-unusable", saying="guided"):
+    with raises(ConfigError, "settings-unusable", containing="guided"):
         parse_settings(RunSettings, ["--config", str(tmp_path / "config.yaml")], "prge run")

@@ -60,7 +60,7 @@ def test_every_number_of_every_verb_has_bounds() -> None:
         (Range(0, 1), math.inf, "must be a finite number"),
     ],
 )
-def test_ranges(bounds: Range, value: float, problem: str) -> None:
+def test_a_value_outside_of_a_range_is_described(bounds: Range, value: float, problem: str) -> None:
     assert bounds.problem(value) == problem
 
 
@@ -68,7 +68,7 @@ REQUIRED = ("--bundle", "b", "--train", "t", "--out", "o")
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         ("--batch-size 1000000000", "--batch-size is 1000000000, must be at most 1048576"),
         (
@@ -86,16 +86,16 @@ REQUIRED = ("--bundle", "b", "--train", "t", "--out", "o")
         ("--steps " + "9" * 5000, "--steps must be a whole number, not '999"),
     ],
 )
-def test_numbers_out_of_bounds(words: str, message: str) -> None:
+def test_numbers_out_of_bounds_are_refused(arguments: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        parse_settings(RunSettings, [*REQUIRED, *words.split()], "prge run")
+        parse_settings(RunSettings, [*REQUIRED, *arguments.split()], "prge run")
     (problem,) = caught.value.problems
     assert message in problem
     assert len(problem) < 300
 
 
-def test_settings_created_without_a_command_line() -> None:
-    with raises(ConfigError, "settings-unusable", saying="--batch-size"):
+def test_settings_created_without_a_command_line_are_checked_too() -> None:
+    with raises(ConfigError, "settings-unusable", containing="--batch-size"):
         RunSettings(bundle=Path("b"), train=Path("t"), out=Path("o"), batch_size=0)
 
 

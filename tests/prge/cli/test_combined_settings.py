@@ -54,25 +54,25 @@ class _Flags:
 BOTH = combine_settings("Do it there.", _Flags, _Verb, without=["port"])
 
 
-def parsed(*words: str) -> Any:
-    return parse_settings(BOTH, words, "prge there")
+def parsed(*arguments: str) -> Any:
+    return parse_settings(BOTH, arguments, "prge there")
 
 
 def test_fields_of_both_parts_share_a_command_line() -> None:
-    given = parsed("--bundle", "b", "--prompt", "x", "--wait", "--stop", "a", "c")
-    assert shared_values(_Flags, given) == {"folder": "/there", "wait": True}
-    own = shared_values(_Verb, given)
+    settings = parsed("--bundle", "b", "--prompt", "x", "--wait", "--stop", "a", "c")
+    assert shared_values(_Flags, settings) == {"folder": "/there", "wait": True}
+    own = shared_values(_Verb, settings)
     assert own.pop("folder") == "/there"
     assert _Verb(**own) == _Verb(Path("b"), prompt="x", stop=["a", "c"])
 
 
-def test_types_and_checks_of_the_parts_hold() -> None:
+def test_types_and_checks_of_the_parts_apply() -> None:
     assert output_settings(BOTH) == {"json": Output.FILE}
     with pytest.raises(ConfigError) as caught:
         parsed("--port", "2")
     message = str(caught.value)
     assert "--port is not a flag of this verb" in message and "--bundle is missing: a path" in message
-    with raises(ConfigError, "settings-unusable", saying="--prompt"):
+    with raises(ConfigError, "settings-unusable", containing="--prompt"):
         parsed("--bundle", "b")
 
 

@@ -36,14 +36,14 @@ def test_every_example_is_valid(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for each in helps():
-        words = shlex.split(each.settings.EXAMPLE)
-        assert isinstance(parse_settings(each.settings, words, each.prog, each.positional), each.settings)
+        arguments = shlex.split(each.settings.EXAMPLE)
+        assert isinstance(parse_settings(each.settings, arguments, each.prog, each.positional), each.settings)
     assert capsys.readouterr().err == ""  # no flag is repeated or has an old name
     assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize(
-    ("words", "example"),
+    ("verb", "example"),
     [
         ("run", "prge run --bundle bundle --train rows.jsonl --out run"),
         ("android run", "prge android run --bundle bundle --train rows.jsonl --out run"),
@@ -51,8 +51,8 @@ def test_every_example_is_valid(
         ("doctor", "prge doctor"),
     ],
 )
-def test_help_begins_with_the_example(words: str, example: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*words.split(), "--help"]) == 0
+def test_help_begins_with_the_example(verb: str, example: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*verb.split(), "--help"]) == 0
     first, second, *_ = capsys.readouterr().out.splitlines()
     assert first == f"example: {example}"
-    assert second.startswith(f"usage: prge {words} ")
+    assert second.startswith(f"usage: prge {verb} ")

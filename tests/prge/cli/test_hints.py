@@ -26,9 +26,9 @@ SETTINGS = (
 )
 
 
-def problems(settings_type: type[Settings], *words: str, positional: tuple[str, ...] = ()) -> list[str]:
+def problems(settings_type: type[Settings], *arguments: str, positional: tuple[str, ...] = ()) -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        parse_settings(settings_type, words, "prge", positional)
+        parse_settings(settings_type, arguments, "prge", positional)
     return caught.value.problems
 
 
@@ -75,13 +75,13 @@ def test_a_flag_of_another_tool_names_that_of_the_verb(word: str, actual: str) -
     ],
 )
 def test_hints_depend_on_the_verb(settings_type: type[RunSettings], word: str, message: str) -> None:
-    (told_first, *_) = problems(settings_type, word, "3")
-    assert told_first.startswith(f"{word} is not a flag of this verb{message}")
+    (first, *_) = problems(settings_type, word, "3")
+    assert first.startswith(f"{word} is not a flag of this verb{message}")
 
 
 def test_all_problems_are_reported_once_with_missing_settings() -> None:
-    words = "--lr 1e-4 --dataset rows.jsonl --num_train_epochs 3 --modle m --foo --seed many"
-    assert problems(TuneSettings, *words.split(), positional=("data",)) == [
+    arguments = "--lr 1e-4 --dataset rows.jsonl --num_train_epochs 3 --modle m --foo --seed many"
+    assert problems(TuneSettings, *arguments.split(), positional=("data",)) == [
         "--lr is not a flag of this verb; use --learning-rate",
         "--dataset is not a flag of this verb; use --data",
         "--num_train_epochs is not a flag of this verb; use --epochs",
@@ -114,7 +114,7 @@ def test_keys_of_a_file_get_hints(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         (
             ["--data", "https://example.com/a.jsonl"],
@@ -130,13 +130,13 @@ def test_keys_of_a_file_get_hints(tmp_path: Path) -> None:
         (["--dev", "s3://bucket/a.jsonl"], "--dev is a URL, 's3://bucket/a.jsonl'"),
     ],
 )
-def test_a_url_is_refused_as_it_was_typed(words: list[str], message: str) -> None:
-    given = {"--data": "d", "--model": "m", "--out": "o", words[0]: words[1]}
-    (problem,) = problems(TuneSettings, *(word for pair in given.items() for word in pair))
+def test_a_url_is_quoted_as_it_was_typed(arguments: list[str], message: str) -> None:
+    values = {"--data": "d", "--model": "m", "--out": "o", arguments[0]: arguments[1]}
+    (problem,) = problems(TuneSettings, *(word for pair in values.items() for word in pair))
     assert message in problem
 
 
-def test_a_misspelt_help_is_an_error_and_shows_none(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_misspelt_help_is_an_error_and_shows_no_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert problems(TuneSettings, "--halp")[0] == "--halp is not a flag of this verb; did you mean --help?"
     assert capsys.readouterr().out == ""
 

@@ -1,4 +1,4 @@
-"""Input settings: the type of a setting says what the verb reads."""
+"""Input settings: the type of a setting determines what the verb reads."""
 
 from __future__ import annotations
 
@@ -61,8 +61,10 @@ def test_a_type_names_its_input() -> None:
 
 
 def test_an_input_is_given_as_a_path_or_a_text_is(tmp_path: Path) -> None:
-    words = "--bundle b --train a.jsonl c.jsonl --dev d --adapter run --adapters n=p --task t"
-    words += f" --out {tmp_path / 'x'}"
-    settings = parse_settings(_Settings, [*words.split(), "--policy", "p.yaml", "--prompt", "-"], "prge test")
+    arguments = "--bundle b --train a.jsonl c.jsonl --dev d --adapter run --adapters n=p --task t"
+    arguments += f" --out {tmp_path / 'x'}"
+    settings = parse_settings(
+        _Settings, [*arguments.split(), "--policy", "p.yaml", "--prompt", "-"], "prge test"
+    )
     assert settings.train == (Path("a.jsonl"), Path("c.jsonl")) and settings.dev == Path("d")
     assert (settings.adapters, settings.task, settings.prompt) == (("n=p",), "t", ("-",))

@@ -44,10 +44,10 @@ def test_writable_outputs_pass(tmp_path: Path) -> None:
 def test_a_file_that_can_not_be_written_is_refused_before_a_verb_begins(tmp_path: Path, json: str) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
-    words = ["--out", str(tmp_path / "out"), "--json", str(tmp_path / json)]
-    with raises(RunError, "write-failed", "write-refused", saying=json):
-        parse_settings(_Settings, words, "prge test")
-    with raises(RunError, "write-failed", "write-refused", saying=json):
+    arguments = ["--out", str(tmp_path / "out"), "--json", str(tmp_path / json)]
+    with raises(RunError, "write-failed", "write-refused", containing=json):
+        parse_settings(_Settings, arguments, "prge test")
+    with raises(RunError, "write-failed", "write-refused", containing=json):
         settings_from_mapping(_Settings, {"out": tmp_path / "out", "json": tmp_path / json}, "test()")
 
 
@@ -73,5 +73,5 @@ def test_a_file_is_not_written_over_another_of_the_same_settings(tmp_path: Path)
         (_Settings(tmp_path, task=str(task), json=task), "task"),
         (_Settings(tmp_path / "new", json=tmp_path / "new"), "out"),
     ):
-        with raises(ConfigError, "outputs-same-file", saying=f"--{other}"):
+        with raises(ConfigError, "outputs-same-file", containing=f"--{other}"):
             check_outputs(settings)

@@ -22,16 +22,16 @@ from tests.refusals import raises
 
 STILL = "; this version still accepts the old name"
 REQUIRED = {"bundle": "b", "train": "t.jsonl", "out": "o"}
-WORDS = "--bundle b --train t.jsonl --out o".split()
+REQUIRED_ARGUMENTS = "--bundle b --train t.jsonl --out o".split()
 RUN = RunSettings(Path("b"), Path("t.jsonl"), Path("o"))
 
 
-def parse_run(*words: str) -> RunSettings:
-    return parse_settings(RunSettings, [*WORDS, *words], "prge run")
+def parse_run(*arguments: str) -> RunSettings:
+    return parse_settings(RunSettings, [*REQUIRED_ARGUMENTS, *arguments], "prge run")
 
 
 @pytest.mark.parametrize(
-    ("words", "new_flag", "changes"),
+    ("arguments", "new_flag", "changes"),
     [
         (["--clip", "0.5"], "--max-grad-norm", {"max_grad_norm": 0.5}),
         (["--clip_examples=0.5"], "--max-example-grad-norm", {"max_example_grad_norm": 0.5}),
@@ -44,11 +44,11 @@ def parse_run(*words: str) -> RunSettings:
         (["--lora-plus", "4"], "--loraplus-lr-ratio", {"loraplus_lr_ratio": 4.0}),
     ],
 )
-def test_an_old_flag_is_the_new_one(
-    words: list[str], new_flag: str, changes: dict[str, Any], capsys: pytest.CaptureFixture[str]
+def test_an_old_flag_sets_the_new_one_with_a_warning(
+    arguments: list[str], new_flag: str, changes: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert parse_run(*words) == replace(RUN, **changes)
-    flag = words[0].partition("=")[0]
+    assert parse_run(*arguments) == replace(RUN, **changes)
+    flag = arguments[0].partition("=")[0]
     assert capsys.readouterr().err == f"prge run: {flag} is now {new_flag}{STILL}\n"
 
 
@@ -58,9 +58,11 @@ def test_current_names_have_no_warning(capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.parametrize(("word", "value"), [("--rs-lora", True), ("--no-rs-lora", False)])
-def test_an_old_switch(word: str, value: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--model", "m", "--out", "o", word, "--alpha", "4"]
-    settings = parse_settings(ExportConfig, words, "prge export")
+def test_an_old_switch_sets_the_new_setting(
+    word: str, value: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--model", "m", "--out", "o", word, "--alpha", "4"]
+    settings = parse_settings(ExportConfig, arguments, "prge export")
     assert (settings.use_rslora, settings.lora_alpha) == (value, 4.0)
     new_word = word.replace("rs-lora", "use-rslora")
     assert capsys.readouterr().err.splitlines() == [
@@ -70,9 +72,11 @@ def test_an_old_switch(word: str, value: bool, capsys: pytest.CaptureFixture[str
 
 
 def test_both_names_are_refused() -> None:
-    with raises(ConfigError, "settings-unusable", saying="--clip is now --max-grad-norm: give one of them"):
+    with raises(
+        ConfigError, "settings-unusable", containing="--clip is now --max-grad-norm: give one of them"
+    ):
         parse_run("--clip", "1", "--max-grad-norm", "1")
-    with raises(ConfigError, "settings-unusable", saying="clip is now max_grad_norm: give one of them"):
+    with raises(ConfigError, "settings-unusable", containing="clip is now max_grad_norm: give one of them"):
         settings_from_mapping(RunSettings, {**REQUIRED, "clip": 1.0, "max_grad_norm": 1.0}, "run()")
 
 
@@ -88,21 +92,21 @@ def test_a_flag_overrides_a_file_with_the_old_name(
         f"prge run: {path}: warmup is now warmup_steps{STILL}",
     ]
     path.write_text("clip: 0.5\nmax_grad_norm: 0.5\n", encoding="utf-8")
-    with raises(ConfigError, "settings-unusable", saying=f"{path}: clip is now max_grad_norm"):
+    with raises(ConfigError, "settings-unusable", containing=f"{path}: clip is now max_grad_norm"):
         parse_run("--config", str(path))
 
 
-def test_a_python_call(capsys: pytest.CaptureFixture[str]) -> None:
+def test_old_keywords_are_accepted_in_python(capsys: pytest.CaptureFixture[str]) -> None:
     settings = settings_from_mapping(RunSettings, {**REQUIRED, "clip": 0.5}, "run()", "prge run")
     assert settings == replace(RUN, max_grad_norm=0.5)
     assert capsys.readouterr().err == f"prge run: run(): clip is now max_grad_norm{STILL}\n"
 
 
 @pytest.mark.parametrize("settings_type", [ExportConfig, EstimateConfig, TuneSettings])
-def test_old_roles(settings_type: type[Any], capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--model", "m", "--out", "o"] + (["--data", "d"] if settings_type is TuneSettings else [])
-    words += ["--roles", "stack", "prefill", "--roles", "decode", "tangent", "back"]
-    settings = parse_settings(settings_type, words, "prge export")
+def test_old_roles_are_accepted(settings_type: type[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--model", "m", "--out", "o"] + (["--data", "d"] if settings_type is TuneSettings else [])
+    arguments += ["--roles", "stack", "prefill", "--roles", "decode", "tangent", "back"]
+    settings = parse_settings(settings_type, arguments, "prge export")
     assert settings.roles == ["forward", "prefill", "decode", "jvp", "backward"]
     assert set(settings.roles) == set(ROLES)
     assert capsys.readouterr().err.splitlines() == [
@@ -135,10 +139,10 @@ def test_stored_settings_are_read_without_a_warning(
     expected = Resumable(Path("o"), max_grad_norm=0.5, roles=["forward"])
     assert read_settings(Resumable, path, "prge") == expected
     assert read_stored(Resumable, path, "prge") == expected
-    words = ["--resume", str(tmp_path)]
-    assert parse_settings(Resumable, words, "prge") == replace(expected, out=tmp_path, resume=tmp_path)
+    arguments = ["--resume", str(tmp_path)]
+    assert parse_settings(Resumable, arguments, "prge") == replace(expected, out=tmp_path, resume=tmp_path)
     assert capsys.readouterr().err == ""
-    settings = parse_settings(Resumable, [*words, "--clip", "2"], "prge")
+    settings = parse_settings(Resumable, [*arguments, "--clip", "2"], "prge")
     assert settings.max_grad_norm == 2.0
     assert "--clip is now --max-grad-norm" in capsys.readouterr().err
 
@@ -147,11 +151,11 @@ def test_a_fleet_has_only_current_names() -> None:
     """An agreement is identified by its bytes, which old names would change."""
     content = Agreement("fleet", Plan(max_grad_norm=0.5), "a" * 64).content
     assert Agreement.parse(content).plan.max_grad_norm == 0.5
-    with raises(ConfigError, "settings-of-other-version", saying="clip"):
+    with raises(ConfigError, "settings-of-other-version", containing="clip"):
         Agreement.parse(content.replace(b"max_grad_norm", b"clip"))
 
 
-def test_another_setting_may_have_the_old_name() -> None:
+def test_another_class_may_have_a_setting_of_the_old_name() -> None:
     assert current_name("alpha", ["alpha", "lora_alpha"]) == "alpha"
     assert current_name("alpha", ["rank"]) == "alpha"
     assert current_name("alpha", ["rank", "lora_alpha"]) == "lora_alpha"

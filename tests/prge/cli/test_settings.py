@@ -61,13 +61,13 @@ class Sample:
             raise ConfigError("no luck:", ["--queries is 13"], code="no-luck")
 
 
-def parse(*words: str, positional: tuple[str, ...] = ()) -> Sample:
-    return parse_settings(Sample, words, "prge sample", positional)
+def parse(*arguments: str, positional: tuple[str, ...] = ()) -> Sample:
+    return parse_settings(Sample, arguments, "prge sample", positional)
 
 
-def problems(*words: str, positional: tuple[str, ...] = ()) -> list[str]:
+def problems(*arguments: str, positional: tuple[str, ...] = ()) -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        parse(*words, positional=positional)
+        parse(*arguments, positional=positional)
     return caught.value.problems
 
 
@@ -91,7 +91,7 @@ def test_flags_of_every_type() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "key", "value"),
+    ("arguments", "key", "value"),
     [
         (["--learning_rate", "0.5"], "learning_rate", 0.5),
         (["--shift", "-0.5"], "shift", -0.5),
@@ -114,11 +114,11 @@ def test_flags_of_every_type() -> None:
         (["--targets", "null"], "targets", ["null"]),
     ],
 )
-def test_spellings(words: list[str], key: str, value: Any) -> None:
+def test_flags_have_several_spellings(arguments: list[str], key: str, value: Any) -> None:
     if value is None and key == "name":
-        assert problems("--bundle", "b", *words)[0] == "--name needs a value: a text"
+        assert problems("--bundle", "b", *arguments)[0] == "--name needs a value: a text"
     else:
-        assert getattr(parse("--bundle", "b", *words), key) == value
+        assert getattr(parse("--bundle", "b", *arguments), key) == value
 
 
 def test_a_list_may_come_after_several_flags() -> None:
@@ -137,7 +137,7 @@ ALONE = "stands alone: which flag does it belong to?"
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         # A word after a flag with one value is not taken as the bundle if the bundle is given.
         (["--bundle", "b", "--out", "o", "c"], [f"'c' {ALONE} Quote values with spaces: --out 'o c'"]),
@@ -152,8 +152,8 @@ ALONE = "stands alone: which flag does it belong to?"
         (["b", "--label-words", "--overwrite"], ["--label-words needs a value: a list of texts"]),
     ],
 )  # fmt: skip
-def test_no_word_of_a_command_line_is_lost(words: list[str], message: list[str]) -> None:
-    result = problems(*words, positional=("bundle",))
+def test_no_argument_of_a_command_line_is_ignored(arguments: list[str], message: list[str]) -> None:
+    result = problems(*arguments, positional=("bundle",))
     assert [problem for problem in result if "must be" not in problem] == message
 
 
@@ -170,16 +170,16 @@ def test_a_repeated_flag_is_reported(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().err == ""
 
 
-def test_a_list_that_took_the_value_of_another_setting(tmp_path: Path) -> None:
-    words = ["--rows", "a.jsonl", str(tmp_path)]
-    (problem,) = problems(*words, positional=("bundle",))
+def test_a_list_that_took_the_value_of_another_setting_is_reported(tmp_path: Path) -> None:
+    arguments = ["--rows", "a.jsonl", str(tmp_path)]
+    (problem,) = problems(*arguments, positional=("bundle",))
     assert problem == f"--bundle is missing: a path; --rows took {str(tmp_path)!r} as well"
     for word in ("b", "b" * 5000, "b\0"):
         message = problems("--label-words", "a", word, positional=("bundle",))
         assert message == ["--bundle is missing: a path"]
 
 
-def test_several_files_in_yaml_and_in_python(tmp_path: Path) -> None:
+def test_several_files_are_given_in_yaml_and_in_python(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("bundle: b\nrows: [x.jsonl, y.jsonl]\n", encoding="utf-8")
     expected = Sample(Path("b"), rows=(Path("x.jsonl"), Path("y.jsonl")))
@@ -202,7 +202,7 @@ def test_several_files_in_yaml_and_in_python(tmp_path: Path) -> None:
     assert "bundle must be a path, not ['a', 'b']" in problems("--config", str(path))[0]
 
 
-def test_a_setting_that_is_twice_in_a_file(tmp_path: Path) -> None:
+def test_a_setting_that_is_twice_in_a_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("bundle: a\nrows: x.jsonl\nrows: y.jsonl\n", encoding="utf-8")
     assert problems("--config", str(path))[0] == f"{path} can't be read: it has the key 'rows' twice"
@@ -216,7 +216,7 @@ def test_flags_win_over_files_and_later_files_over_earlier(tmp_path: Path) -> No
     assert settings == Sample(bundle=Path("b"), learning_rate=0.5, queries=3, label_words=("a", "b"))
 
 
-def test_all_problems_of_file_and_flags_at_once(tmp_path: Path) -> None:
+def test_all_problems_of_file_and_flags_are_reported_at_once(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(
         "learning-rate: 1\nqueries: many\nestimator: both\nlabel_words: good\noverwrite: 3\nlerning_rate: 2",
@@ -238,7 +238,7 @@ def test_all_problems_of_file_and_flags_at_once(tmp_path: Path) -> None:
 
 
 def test_message_names_the_verb(tmp_path: Path) -> None:
-    with raises(ConfigError, "settings-unusable", saying="`prge sample --help`"):
+    with raises(ConfigError, "settings-unusable", containing="`prge sample --help`"):
         parse("--bundle", "b", "--queries", "1.5")
 
 
@@ -260,7 +260,7 @@ def test_message_names_the_verb(tmp_path: Path) -> None:
         (b"3: x\n", "3 is not a setting"),
     ],
 )
-def test_bad_files(tmp_path: Path, content: bytes, message: str) -> None:
+def test_invalid_files_are_refused(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "run.yaml"
     path.write_bytes(content)
     (problem,) = problems("--config", str(path), *([] if b"bundle" in content else ["--bundle", "b"]))
@@ -268,13 +268,13 @@ def test_bad_files(tmp_path: Path, content: bytes, message: str) -> None:
     assert message in problem
 
 
-def test_missing_file_and_missing_name_of_it(tmp_path: Path) -> None:
+def test_a_missing_file_and_a_missing_file_name_are_reported(tmp_path: Path) -> None:
     assert "can't be read: No such file" in problems("--config", str(tmp_path / "no"), "--bundle", "b")[0]
     assert problems("--bundle", "b", "--config") == ["--config needs a value: a path"]
 
 
 def test_checks_across_fields_are_the_dataclass_own() -> None:
-    with raises(ConfigError, "no-luck", saying="13"):
+    with raises(ConfigError, "no-luck", containing="13"):
         parse("--bundle", "b", "--queries", "13")
 
 
@@ -293,26 +293,28 @@ class Everywhere:
     resume: Path | None = None
 
 
-def test_paths_in_settings_of_a_foreign_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outside_paths_in_settings_of_a_foreign_folder_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All outside paths are reported at once, with what to type; inside paths and the user's own are used."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "secret").write_text("")
     folder = tmp_path / "run"
     folder.mkdir()
     config = folder / "config.yaml"
-    words = ["--resume", str(folder)]
+    arguments = ["--resume", str(folder)]
     inside = (
         f"rows: [{folder}/a, run/b]\nbundle: {folder}\njson: {folder}/out.json\ntask: sst2\nwords: [/a]\n"
     )
     config.write_text(inside)
-    result = parse_settings(Everywhere, words, "prge")
+    result = parse_settings(Everywhere, arguments, "prge")
     assert result.rows == (folder / "a", Path("run/b")) and result.json == folder / "out.json"
     outside = (
         f"rows: [{folder}/a, ../x]\nbundle: ~/b\njson: new.json\ntask: secret\nout: /etc\nresume: /etc\n"
     )
     config.write_text(outside)
     with pytest.raises(ConfigError) as caught:
-        parse_settings(Everywhere, words, "prge")
+        parse_settings(Everywhere, arguments, "prge")
     assert caught.value.problems == [
         f"rows: '{folder}/a', '../x'",
         "bundle: '~/b'",
@@ -321,10 +323,10 @@ def test_paths_in_settings_of_a_foreign_folder(tmp_path: Path, monkeypatch: pyte
     ]
     again = ["--rows", f"{folder}/a", "../x", "--bundle", "~/b", "--json", "new.json", "--task", "secret"]
     assert caught.value.remedy.endswith(f"give them again: {shlex.join(again)}")
-    given = parse_settings(Everywhere, [*words, *again], "prge")
-    assert given.out == folder and given.resume == folder
+    settings = parse_settings(Everywhere, [*arguments, *again], "prge")
+    assert settings.out == folder and settings.resume == folder
     with pytest.raises(ConfigError) as caught:
-        parse_settings(Everywhere, [*words, *again[:3], *again[5:]], "prge")
+        parse_settings(Everywhere, [*arguments, *again[:3], *again[5:]], "prge")
     assert caught.value.problems == ["bundle: '~/b'"]
     with pytest.raises(ConfigError):
         settings_from_mapping(Everywhere, {"resume": folder}, "tune()")
@@ -332,13 +334,13 @@ def test_paths_in_settings_of_a_foreign_folder(tmp_path: Path, monkeypatch: pyte
         read_stored(Everywhere, config, "prge", {"out", "rows", "bundle", "json", "resume"}, "do so")
     assert caught.value.problems == ["task: 'secret'"] and caught.value.remedy == "do so"
     write_settings(config, outside)
-    assert parse_settings(Everywhere, words, "prge") == given
+    assert parse_settings(Everywhere, arguments, "prge") == settings
     config.write_text("rows: &a /etc/passwd\nbundle: *a\n")
-    with raises(ConfigError, "settings-unusable", saying="*a"):
-        parse_settings(Everywhere, words, "prge")
+    with raises(ConfigError, "settings-unusable", containing="*a"):
+        parse_settings(Everywhere, arguments, "prge")
     config.write_text("rows: {a: /etc/passwd}\nbundle: 3\njson: [[/etc/passwd]]\n")
-    with raises(ConfigError, "settings-unusable", saying="bundle"):
-        parse_settings(Everywhere, words, "prge")
+    with raises(ConfigError, "settings-unusable", containing="bundle"):
+        parse_settings(Everywhere, arguments, "prge")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -362,12 +364,12 @@ class Stored(Shared):
     steps: int = 10
 
 
-def test_resume_brings_the_settings_of_its_folder(tmp_path: Path) -> None:
+def test_resume_reads_the_settings_of_its_folder(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("out: elsewhere\nsteps: 3\nthreads: 2\n", encoding="utf-8")
     expected = Stored(tmp_path, resume=tmp_path, steps=4, threads=2)  # `out` of the file is not used
     assert parse_settings(Stored, ["--resume", str(tmp_path), "--steps", "4"], "prge") == expected
     assert settings_from_mapping(Stored, {"resume": tmp_path, "steps": 4}, "run") == expected
-    with raises(RunError, "not-a-run", saying="nowhere"):
+    with raises(RunError, "not-a-run", containing="nowhere"):
         parse_settings(Stored, ["--resume=nowhere"], "prge")
 
 
@@ -384,7 +386,7 @@ class Kept(Shared):
 
 
 def test_a_folder_that_was_used_has_settings(tmp_path: Path) -> None:
-    with raises(ConfigError, "settings-unusable", saying="--rows"):
+    with raises(ConfigError, "settings-unusable", containing="--rows"):
         parse_settings(Kept, ["--folder", str(tmp_path)], "prge")
     write_settings(tmp_path / "own.yaml", "rows: there\nthreads: 2\n")
     result = parse_settings(Kept, ["--folder", str(tmp_path), "--threads", "3"], "prge")
@@ -394,9 +396,9 @@ def test_a_folder_that_was_used_has_settings(tmp_path: Path) -> None:
 def test_a_preset_comes_before_all_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Stored, "PRESETS", tmp_path)
     (tmp_path / "large.yaml").write_text("steps: 99\nthreads: 2\n", encoding="utf-8")
-    words = ["--out", "o", "--steps", "4", "--preset", "large"]
-    assert parse_settings(Stored, words, "prge") == Stored(Path("o"), preset="large", steps=4, threads=2)
-    with raises(ConfigError, "settings-unusable", saying="large"):
+    arguments = ["--out", "o", "--steps", "4", "--preset", "large"]
+    assert parse_settings(Stored, arguments, "prge") == Stored(Path("o"), preset="large", steps=4, threads=2)
+    with raises(ConfigError, "settings-unusable", containing="large"):
         parse_settings(Stored, ["--preset", "larg"], "prge")
     with pytest.raises(ConfigError) as caught:
         parse_settings(Stored, ["--preset", "small", "--steps", "many"], "prge")
@@ -442,15 +444,17 @@ def test_help_of_fields_includes_those_of_a_base() -> None:
     assert (helps["steps"], helps["out"]) == ("How long.", "Where to write.")
 
 
-def test_print_config_is_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--bundle", "b", "--label-words", " a", "b", "--queries", "3"]
+def test_the_output_of_print_config_is_a_settings_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--bundle", "b", "--label-words", " a", "b", "--queries", "3"]
     with pytest.raises(SystemExit) as caught:
-        parse(*words, "--print-config")
+        parse(*arguments, "--print-config")
     assert caught.value.code == 0
     path = tmp_path / "config.yaml"
     path.write_text(capsys.readouterr().out, encoding="utf-8")
     assert "# Where to write." in path.read_text(encoding="utf-8")
-    assert read_settings(Sample, path, "prge sample") == parse(*words)
+    assert read_settings(Sample, path, "prge sample") == parse(*arguments)
 
 
 @hypothesis_settings(max_examples=40)
@@ -496,5 +500,5 @@ def test_bytes_may_have_a_unit(text: str, count: int) -> None:
 
 @pytest.mark.parametrize("text", ["1.5", "MB", "2 TB", "-1MB", "many", ""])
 def test_invalid_numbers_of_bytes(text: str) -> None:
-    with raises(ConfigError, "settings-unusable", saying="--memory"):
+    with raises(ConfigError, "settings-unusable", containing="--memory"):
         parse_settings(Bounded, [f"--memory={text}"], "prge")

@@ -10,19 +10,19 @@ from tests.refusals import raises
 
 SEEN: list[list[str]] = []
 ACTIONS = {
-    "push": Action("bring things", lambda words: len(SEEN.append(words) or words)),
-    "pull": Action("get things", lambda words: 0),
+    "push": Action("bring things", lambda arguments: len(SEEN.append(arguments) or arguments)),
+    "pull": Action("get things", lambda arguments: 0),
 }
 
 
-def test_the_first_word_names_an_action_and_the_others_are_its() -> None:
+def test_the_first_word_names_an_action_which_gets_the_others() -> None:
     assert run_action(["push", "a", "b"], ACTIONS, "prge phone", "") == 2
     assert SEEN == [["a", "b"]]
 
 
-@pytest.mark.parametrize("words", [[], ["--help"], ["-h"], ["help"]])
-def test_all_are_listed(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_action(words, ACTIONS, "prge phone", "About phones.") == 0
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"], ["help"]])
+def test_all_subcommands_are_listed(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_action(arguments, ACTIONS, "prge phone", "About phones.") == 0
     message = capsys.readouterr().out
     assert "usage: prge phone <verb> [flags]" in message and "About phones." in message
     assert "  push  bring things" in message
@@ -30,9 +30,9 @@ def test_all_are_listed(words: list[str], capsys: pytest.CaptureFixture[str]) ->
 
 def test_groups_have_headings(capsys: pytest.CaptureFixture[str]) -> None:
     actions = {
-        "push": Action("bring things", lambda words: 0, "phone"),
-        "pull": Action("get things", lambda words: 0, "phone"),
-        "doctor": Action("check things", lambda words: 0, "inspect"),
+        "push": Action("bring things", lambda arguments: 0, "phone"),
+        "pull": Action("get things", lambda arguments: 0, "phone"),
+        "doctor": Action("check things", lambda arguments: 0, "inspect"),
     }
     assert run_action([], actions, "prge", "About.") == 0
     assert (
@@ -41,8 +41,8 @@ def test_groups_have_headings(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
-def test_another_word_is_an_error_with_the_nearest() -> None:
-    with raises(PrgeError, "verb-unknown", saying="`prge phone push`"):
+def test_an_unknown_word_is_an_error_that_names_the_nearest() -> None:
+    with raises(PrgeError, "verb-unknown", containing="`prge phone push`"):
         run_action(["psh"], ACTIONS, "prge phone", "")
 
 

@@ -15,8 +15,8 @@ from prge.errors import INTERRUPTED, PrgeError
 
 def test_settings_go_into_a_file_that_the_verb_reads(tmp_path: Path) -> None:
     path = tmp_path / "settings" / "run.yaml"
-    given = {"bundle": Path("b"), "columns": ("a=b", "c=--d"), "quiet": False, "threads": None}
-    assert write_verb_config("android run", given, path) == ["android", "run", "--config", str(path)]
+    settings = {"bundle": Path("b"), "columns": ("a=b", "c=--d"), "quiet": False, "threads": None}
+    assert write_verb_config("android run", settings, path) == ["android", "run", "--config", str(path)]
     assert yaml.safe_load(path.read_text()) == {"bundle": "b", "columns": ["a=b", "c=--d"], "quiet": False}
 
 
@@ -26,9 +26,9 @@ def test_settings_go_into_a_file_that_the_verb_reads(tmp_path: Path) -> None:
 def test_an_interrupted_step_interrupts_the_caller(
     monkeypatch: pytest.MonkeyPatch, code: int, expected: type[BaseException]
 ) -> None:
-    """As a run's page does it."""
+    """An interrupted child interrupts its caller; any other exit code is an error."""
     end = f"import os; os.kill(os.getpid(), {-code})" if code < 0 else f"raise SystemExit({code})"
-    monkeypatch.setattr(starting, "verb_command", lambda *words: [sys.executable, "-c", end])
+    monkeypatch.setattr(starting, "verb_command", lambda *arguments: [sys.executable, "-c", end])
     with pytest.raises(expected):
         run_verb("run")
 

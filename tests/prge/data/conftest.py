@@ -18,7 +18,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def bare_tokenizer() -> Tokenizer:
-    """A tokenizer without special tokens."""
+    """Return a tokenizer without special tokens."""
     return Tokenizer(byte_level_backend())
 
 

@@ -61,7 +61,7 @@ def problems_of(*arguments: Any, **keywords: Any) -> list[str]:
 # Forms of rows
 
 
-def test_text() -> None:
+def test_every_token_of_a_text_after_the_begin_token_is_a_target() -> None:
     [example], report = build_examples(rows({"text": "the film was bad"}), TOKENIZER, spec())
     assert format_sample(example, TOKENIZER) == "row 1\n  <s>[the][ film][ was][ bad][</s>]"
     assert (example.candidates, example.label) == (1, None)
@@ -87,7 +87,7 @@ def test_prompt_and_completion() -> None:
     assert format_sample(example, TOKENIZER) == "row 1\n  <s>the film was[ bad]"
 
 
-def test_no_eos_where_the_model_has_none(bare_tokenizer: Tokenizer) -> None:
+def test_a_model_without_an_eos_token_appends_none(bare_tokenizer: Tokenizer) -> None:
     data = rows({"prompt": "the film was", "completion": " bad"})
     [example], _ = build_examples(data, bare_tokenizer, spec())
     assert format_sample(example, bare_tokenizer) == "row 1\n  the film was[ bad]"
@@ -133,9 +133,9 @@ def test_messages() -> None:
     )
 
 
-def turns(*words: str) -> list[dict[str, str]]:
-    """A chat of alternating questions and answers."""
-    return [{"role": ("user", "assistant")[n % 2], "content": word} for n, word in enumerate(words)]
+def turns(*texts: str) -> list[dict[str, str]]:
+    """Return a chat of alternating questions and answers."""
+    return [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)]
 
 
 def test_a_chat_that_is_too_long_is_split_between_turns() -> None:
@@ -197,11 +197,11 @@ def test_splitting_a_chat_loses_no_target_and_repeats_none(words: list[str], roo
     parts, report = build_examples(
         rows({"messages": chat}), tokenizer, spec(sequence_length=room), options=BuildOptions("auto")
     )
-    wanted, result = (
+    expected, result = (
         [target.token for each in examples for target in each.sequences[0].targets]
         for examples in ([whole], parts)
     )
-    assert result == wanted and report.dropped == 0
+    assert result == expected and report.dropped == 0
     assert all(len(each.sequences[0].tokens) <= room for each in parts)
 
 
@@ -212,11 +212,11 @@ def test_rows_that_cant_be_used_may_be_left_out() -> None:
     assert example.row == 2 and report.rows == 1
     assert report.unusable[1] == "its completion is empty: there is nothing to learn from"
     assert sorted(report.unusable) == [1, 3]
-    with raises(DataError, "answer-empty", saying="completion"):
+    with raises(DataError, "answer-empty", containing="completion"):
         build_examples(data[:1], TOKENIZER, spec(), options=skip)
 
 
-def test_messages_that_a_template_refuses() -> None:
+def test_messages_that_a_template_refuses_are_reported() -> None:
     reply = {"role": "assistant", "content": "No"}
     data = rows(
         {"messages": [reply, reply]}, {"messages": [{"role": "user", "content": "Hi"}]}, {"messages": 3}
@@ -229,14 +229,14 @@ def test_messages_that_a_template_refuses() -> None:
     ]
 
 
-def test_messages_of_which_a_template_writes_nothing() -> None:
+def test_messages_that_a_template_does_not_write_are_refused() -> None:
     chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
     for template, tokens in ((" ", 1), ("{{ '' }}", 0)):
         problems = problems_of(rows({"messages": chat}), chat_tokenizer(template), spec())
         assert problems == [f"row 1: it has {tokens} tokens and none to train on"]
 
 
-def test_messages_without_a_template() -> None:
+def test_messages_without_a_template_are_refused() -> None:
     assert problems_of(rows({"messages": []}), TOKENIZER, spec()) == [
         "its rows are messages, but the model has no chat template"
     ]
@@ -276,7 +276,7 @@ def test_one_token_candidates_share_a_sequence() -> None:
     assert "classes: 1 1" in report.summary()
 
 
-def test_all_one_token_candidates_are_read_of_one_sequence() -> None:
+def test_all_one_token_candidates_are_read_from_one_sequence() -> None:
     task = parse_task(
         {"name": "three", "template": "{t}", "label_words": {0: "Yes", 1: "No", 2: "Maybe"}}, "three"
     )
@@ -422,7 +422,7 @@ def test_split_is_not_for_candidates() -> None:
     assert problem.startswith("overflow split is for texts, completions and messages")
 
 
-def test_program_that_is_too_small_for_anything() -> None:
+def test_a_bundle_that_is_too_small_for_any_row_is_refused() -> None:
     for options in (TRUNCATE, SPLIT):
         [problem] = problems_of(
             rows({"prompt": "the film", "completion": " was"}),
@@ -540,13 +540,13 @@ def test_completions_keep_their_boundary(prompt: str, completion: str, length: i
     model = spec(sequence_length=length)
     data = rows({"prompt": prompt, "completion": " " + completion})
     examples, _ = build_examples(data, TOKENIZER, model, options=BuildOptions(overflow))
-    wanted = [*TOKENIZER.encode_pair(prompt, " " + completion).completion, 2]
+    expected = [*TOKENIZER.encode_pair(prompt, " " + completion).completion, 2]
     for example in examples:
         check_slots(example, model)
         for target in example.sequences[0].targets:
             assert example.sequences[0].tokens[target.position + 1] == target.token
     targets = [target.token for example in examples for target in example.sequences[0].targets]
-    assert targets == (wanted if overflow == "split" else wanted[: len(targets)])
+    assert targets == (expected if overflow == "split" else expected[: len(targets)])
 
 
 @given(

@@ -34,7 +34,7 @@ def make_examples(template: str | None = TEMPLATE, length: int = 32) -> Feedback
 
 @cache
 def shared_examples() -> FeedbackExamples:
-    """Shared by the tests that don't end its child process."""
+    """Return the examples of the tests that don't end their child process."""
     return make_examples()
 
 
@@ -59,7 +59,7 @@ def test_wanted_answers_are_trained_on(prompt_fields: Any, judged: dict[str, str
     assert text.strip() == trained_text.strip()
 
 
-def test_a_bad_answer_is_one_that_is_disliked() -> None:
+def test_a_bad_answer_is_disliked() -> None:
     row = AnswerRecord("1", "m", "", {"prompt": "The soup"}, " was cold", {}).to_feedback("bad")
     (example,) = shared_examples().build(row)
     assert example.liked is False
@@ -98,8 +98,8 @@ def test_an_unusable_row_does_not_affect_the_next(
     [("yes", None, False), ("raise", None, True), ("raise", "yes", False), ("yes", "raise", True)],
 )
 def test_the_trained_message_must_be_rendered(answer: str, correction: str | None, is_refused: bool) -> None:
-    answered = AnswerRecord("a", "m", "", {"messages": HELLO}, answer, {})
-    row = answered.to_feedback("good" if correction is None else None, correction)
+    record = AnswerRecord("a", "m", "", {"messages": HELLO}, answer, {})
+    row = record.to_feedback("good" if correction is None else None, correction)
     if is_refused:
         with raises(UnlearnableError, "messages-refused"):
             shared_examples().build(row)
@@ -118,7 +118,7 @@ def test_the_trained_message_must_be_rendered(answer: str, correction: str | Non
         "{% for m in messages %}{% if m.role == 'system' %}{{ m.content }}{% endif %}{% endfor %}",
     ],
 )
-def test_a_template_that_renders_nothing_of_an_answer(template: str, rating: str) -> None:
+def test_a_template_that_omits_an_answer_is_refused(template: str, rating: str) -> None:
     with raises(UnlearnableError, "nothing-to-learn"):
         make_examples(template).build({"messages": HELLO, "answer": "b", "rating": rating})
 
@@ -159,7 +159,7 @@ MESSAGES = st.lists(
         },
     )
 )
-def test_any_line_is_no_feedback_or_examples_or_a_problem(row: dict[str, Any]) -> None:
+def test_any_line_is_ignored_or_gives_examples_or_a_problem(row: dict[str, Any]) -> None:
     result = parse_feedback_line(json.dumps(row).encode())
     if result is None:
         return

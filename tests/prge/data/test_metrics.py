@@ -107,7 +107,7 @@ def test_measures_are_shares(pairs: list[tuple[int, int]]) -> None:
     assert (accuracy(predictions, labels) == 1) == (macro_f1(predictions, labels) == 1)
 
 
-def test_nothing_to_measure() -> None:
+def test_predictions_of_no_rows_or_of_another_number_are_refused() -> None:
     for arguments in (([], []), ([1], [1, 2])):
         with pytest.raises(ValueError, match=f"{len(arguments[0])} .* {len(arguments[1])} "):
             accuracy(*arguments)

@@ -48,11 +48,11 @@ def test_names_of_development_rows(write: Write, name: str) -> None:
 
 
 def test_a_folder_without_one_matching_file_is_refused(write: Write, tmp_path: Path) -> None:
-    with raises(DataError, "part-missing", saying="test"):
+    with raises(DataError, "part-missing", containing="test"):
         read_source(tmp_path, "test")
     write("dev.jsonl", "")
     write("valid.jsonl", "")
-    with raises(DataError, "part-missing", saying="valid.jsonl, dev.jsonl"):
+    with raises(DataError, "part-missing", containing="valid.jsonl, dev.jsonl"):
         read_source(tmp_path, "dev")
 
 
@@ -85,20 +85,20 @@ def test_several_files_are_one_source_whose_rows_name_their_file(write: Write) -
     assert read_source((first, second)).sha256 not in digests
 
 
-def test_several_files_that_can_not_be_read(write: Write, tmp_path: Path) -> None:
+def test_unreadable_missing_and_repeated_files_are_refused(write: Write, tmp_path: Path) -> None:
     good, bad = write("good.jsonl", '{"text": "one"}\n'), write("bad.jsonl", '{"text": "two"}\n{"text": }\n')
     with pytest.raises(DataError) as caught:
         read_source((good, bad))
     assert caught.value.problems == [f"{bad}: row 2: not JSON: Expecting value at character 10"]
     broken: list[str] = []
     assert len(read_source((bad, good), broken=broken).rows) == 2 and len(broken) == 1
-    with raises(DataError, "file-twice", saying=str(good)):
+    with raises(DataError, "file-twice", containing=str(good)):
         read_source((good, bad, good))
     for word in ("imdb", "a" * 5000, "a\0"):
-        with raises(DataError, "file-missing", saying=word[:1]):
+        with raises(DataError, "file-missing", containing=word[:1]):
             read_source((good, Path(word)))
     write("my rows.jsonl", '{"text": "one"}\n')
-    with raises(DataError, "file-missing", saying=str(tmp_path / "my")):
+    with raises(DataError, "file-missing", containing=str(tmp_path / "my")):
         read_source((tmp_path / "my", Path("rows.jsonl")))
 
 
@@ -138,7 +138,7 @@ AS_JSON = json.dumps(MESSAGES)
         ({"text": AS_JSON}, {"text": AS_JSON}),
     ],
 )  # fmt: skip
-def test_messages_as_json_texts(tmp_path: Path, fields: dict[str, str], read: dict[str, object]) -> None:
+def test_messages_may_be_json_texts(tmp_path: Path, fields: dict[str, str], read: dict[str, object]) -> None:
     path = tmp_path / "a.csv"
     with path.open("w", newline="") as stream:
         writer = csv.DictWriter(stream, fields)
@@ -152,7 +152,7 @@ def test_messages_that_are_no_json_are_refused(write: Write) -> None:
     path = write(
         "a.csv", 'messages\n"[{\'role\': \'user\', \'content\': \'Hi\'}]"\n"[{""role"": ""user""}]"\n'
     )
-    with raises(DataError, "rows-unreadable", saying="row 1"):
+    with raises(DataError, "rows-unreadable", containing="row 1"):
         read_source(path)
     broken: list[str] = []
     assert read_source(path, broken=broken).rows == [Row(2, {"messages": [{"role": "user"}]})]
@@ -174,19 +174,19 @@ def test_unknown_names_of_columns_are_refused(
     write: Write, columns: list[str], task: str | None, named: str
 ) -> None:
     path = write("a.jsonl", '{"question": "q", "prompt": "p", "completion": "c"}\n')
-    with raises(ConfigError, "columns-unusable", saying=named) as caught:
+    with raises(ConfigError, "columns-unusable", containing=named) as caught:
         read_source(path, columns=columns, task=load_task(task) if task else None)
     assert "NAME is one of" in caught.value.remedy
 
 
 def test_a_missing_column_is_refused(write: Write) -> None:
     path = write("a.jsonl", '{"question": "q"}\n')
-    with raises(DataError, "column-missing", saying="'query'"):
+    with raises(DataError, "column-missing", containing="'query'"):
         read_source(path, columns=["prompt=query"])
 
 
 @pytest.mark.parametrize(
-    ("words", "named"),
+    ("columns", "named"),
     [
         (["prompt"], "'prompt'"),
         (["=a"], "'=a'"),
@@ -194,9 +194,9 @@ def test_a_missing_column_is_refused(write: Write) -> None:
         (["a=c", "b=c"], "'c'"),
     ],
 )
-def test_words_that_name_no_columns(words: list[str], named: str) -> None:
-    with raises(ConfigError, "columns-unusable", saying=named):
-        parse_columns(words)
+def test_columns_without_both_names_are_refused(columns: list[str], named: str) -> None:
+    with raises(ConfigError, "columns-unusable", containing=named):
+        parse_columns(columns)
     assert parse_columns(["a=b=c"]) == {"a": "b=c"}
 
 
@@ -220,9 +220,9 @@ def test_names_of_data_sets(name: str, is_one: bool, tmp_path: Path, monkeypatch
         assert not is_hub_name(Path(name))
 
 
-def test_a_data_set_without_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_data_set_without_its_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with raises(DataError, "package-missing", saying="datasets"):
+    with raises(DataError, "package-missing", containing="datasets"):
         read_source("nobody/nothing")
 
 
@@ -257,7 +257,7 @@ def ask(tmp_path: Path, code: str, **environment: str) -> tuple[str, float]:
     return done.stdout, time.perf_counter() - begin
 
 
-TELL = """
+PRINT_ERROR = """
 try:
     read_source("nyu-mll/glue:sst2", "{part}")
 except DataError as error:
@@ -266,7 +266,7 @@ except DataError as error:
 
 
 def test_an_unreachable_hub_is_reported_at_once(tmp_path: Path) -> None:
-    message, seconds = ask(tmp_path, TELL.format(part="train"), HF_ENDPOINT="http://127.0.0.1:9")
+    message, seconds = ask(tmp_path, PRINT_ERROR.format(part="train"), HF_ENDPOINT="http://127.0.0.1:9")
     assert "the data set could not be loaded" in message and "HF_HUB_OFFLINE=1" in message
     assert seconds < 15
 
@@ -277,7 +277,7 @@ def test_offline_only_the_cache_is_read(tmp_path: Path) -> None:
     message, _ = ask(tmp_path, code, **offline)
     assert message.startswith("nyu-mll/glue:sst2 (validation) [Row(number=1")
     assert "nyu-mll/glue sst2 validation" in message
-    message, _ = ask(tmp_path, TELL.format(part="test"), **offline)
+    message, _ = ask(tmp_path, PRINT_ERROR.format(part="test"), **offline)
     assert "it has no test rows: its splits are train, validation" in message
 
 
@@ -319,10 +319,10 @@ def test_the_librarys_own_cache_is_read_offline(tmp_path: Path) -> None:
 
     output_of(CACHED)
     ask = "from prge.data.sources import read_source\nsource = read_source({!r}, {!r})\n"
-    tell = "print(source.name, [row.fields for row in source.rows])"
-    assert output_of(ask.format("someone/words", "train") + tell) == (
+    print_rows = "print(source.name, [row.fields for row in source.rows])"
+    assert output_of(ask.format("someone/words", "train") + print_rows) == (
         "someone/words (train) [{'sentence': 'one', 'label': 1}, {'sentence': 'two', 'label': 1}]\n"
     )
-    assert output_of(ask.format("someone/words:default", "dev") + tell) == (
+    assert output_of(ask.format("someone/words:default", "dev") + print_rows) == (
         "someone/words:default (validation) [{'sentence': 'three', 'label': 1}]\n"
     )

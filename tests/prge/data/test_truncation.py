@@ -29,7 +29,7 @@ def targets(sequences: tuple[EncodedText, ...]) -> list[int]:
 
 
 def numbered(segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
-    """Segments of distinct words, so that each token identifies its position."""
+    """Return segments of distinct words, so that each token identifies its position."""
     count = iter(range(1000))
     return tuple(
         Segment("".join(f" {next(count)}" for _ in each.text.split()), each.is_trained) for each in segments
@@ -37,7 +37,7 @@ def numbered(segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
 
 
 def candidate_texts(prompt: int, *answers: int) -> list[SegmentedText]:
-    """Answers with the given numbers of words to one prompt."""
+    """Return answers with the given numbers of words to one prompt."""
     return [
         SegmentedText(SEGMENTER.prompt_and_completion(" film" * prompt, " was" * answer, "candidate"))
         for answer in answers
@@ -90,7 +90,7 @@ def test_fitting_texts_are_unchanged(segments: tuple[Segment, ...], length: int)
             (kept,) = fitter.fit(Texts((text,))).sequences
             assert kept.ids.tolist() == encoded.ids[: last + 1].tolist()
         elif overflow == "error":
-            with raises(RowError, "row-too-long", saying=str(last + 1)):
+            with raises(RowError, "row-too-long", containing=str(last + 1)):
                 fitter.fit(Texts((text,)))
 
 
@@ -102,7 +102,7 @@ def test_choices_are_whole_after_the_end_of_their_prompt(
     fitter = SequenceFitter(TOKENIZER, length, "truncate")
     after = 0 if max(answers) == 1 else max(answers)
     if 1 + 1 + after > length:
-        with raises(RowError, "candidate-too-long", saying=str(after)):
+        with raises(RowError, "candidate-too-long", containing=str(after)):
             fitter.fit(row)
         return
     fitted = fitter.fit(row)

@@ -17,7 +17,7 @@ CORPUS = [WORDS, " ".join(reversed(WORDS.split())), *WORDS.split()] * 20 + [
 
 
 def byte_level_backend() -> Backend:
-    """A byte-level tokenizer like those of GPT-2, Qwen and Llama 3, which can encode every text."""
+    """Return a byte-level tokenizer like those of GPT-2, Qwen and Llama 3, which can encode every text."""
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -32,7 +32,7 @@ def byte_level_backend() -> Backend:
 
 
 def prefixed_backend() -> Backend:
-    """A SentencePiece-like tokenizer like Llama 2's, which prepends a space to every text."""
+    """Return a SentencePiece-like tokenizer like Llama 2's, which prepends a space to every text."""
     backend = Backend(models.BPE(unk_token="<unk>", fuse_unk=True))
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     backend.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
@@ -47,9 +47,9 @@ def prefixed_backend() -> Backend:
 
 
 def byte_fallback_backend() -> Backend:
-    """A SentencePiece-like tokenizer like Llama 2's, which encodes unknown characters as bytes."""
-    pieces = ["<unk>", BOS, EOS, *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdefgh", "▁a", "▁b"]
-    vocabulary = {piece: number for number, piece in enumerate(pieces)}
+    """Return a SentencePiece-like tokenizer like Llama 2's, which encodes unknown characters as bytes."""
+    tokens = ["<unk>", BOS, EOS, *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdefgh", "▁a", "▁b"]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
     backend = Backend(models.BPE(vocabulary, [("▁", "a"), ("▁", "b")], unk_token="<unk>", byte_fallback=True))
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     backend.decoder = decoders.Sequence(
@@ -60,7 +60,7 @@ def byte_fallback_backend() -> Backend:
 
 
 def encoder_backend() -> Backend:
-    """A tokenizer with [CLS] and [SEP] around a text, which also truncates and pads by itself."""
+    """Return a tokenizer with [CLS] and [SEP] around a text, which also truncates and pads by itself."""
     backend = byte_level_backend()
     backend.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A {EOS}", special_tokens=[(BOS, 1), (EOS, 2)]

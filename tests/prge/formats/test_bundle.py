@@ -114,7 +114,7 @@ def _swap(folder: Path) -> None:
 )
 def test_damage_is_reported(folder: Path, damage: Damage, code: str, value: str) -> None:
     damage(folder)
-    with raises(BundleError, code, saying=value) as caught:
+    with raises(BundleError, code, containing=value) as caught:
         open_bundle(folder)
     assert caught.value.remedy
 
@@ -167,7 +167,7 @@ def test_an_inconsistent_manifest_is_refused(
     manifest = read_manifest(folder)
     change(manifest)
     write_manifest(folder, manifest)
-    with raises(BundleError, code, saying=value):
+    with raises(BundleError, code, containing=value):
         open_bundle(folder)
 
 
@@ -182,7 +182,7 @@ def test_a_manifest_that_was_changed_after_writing_is_refused(folder: Path) -> N
 @pytest.mark.parametrize("name", ["tokenizer/chat_template.jinja", "adapter/head.safetensors"])
 def test_a_file_without_a_hash_that_would_be_read_is_refused(folder: Path, name: str) -> None:
     (folder / name).write_text("{{ messages }}")
-    with raises(BundleError, "file-not-in-manifest", saying=name):
+    with raises(BundleError, "file-not-in-manifest", containing=name):
         open_bundle(folder)
 
 

@@ -34,7 +34,7 @@ Change = Callable[[Json], object]
 
 
 def block_of(**changes: Any) -> Json:
-    """Returns the `chain` block of a manifest; one of its methods has specs."""
+    """Return the `chain` block of a manifest; one of its methods has specs."""
     block = json.loads(json.dumps(make_chain(**changes).to_json()))
     method = block["programs"][0]["methods"][FORWARD]
     method["input_specs"] = ["int64 [8, 4, 16]"]
@@ -49,12 +49,12 @@ def test_a_chain_is_read_as_it_was_written() -> None:
 
 
 def test_a_bundle_with_label_words_is_refused_with_a_remedy() -> None:
-    with raises(BundleError, "bundle-of-label-words", saying="--label-words"):
+    with raises(BundleError, "bundle-of-label-words", containing="--label-words"):
         Chain.from_json({**block_of(), "readout": "verbalizer", "label_tokens": [3, 5]})
 
 
 def positions(value: Json, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yields the paths to all values of a JSON document."""
+    """Yield the paths to all values of a JSON document."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in items:
         yield (*path, key)
@@ -67,7 +67,7 @@ def at(value: Json, path: tuple[Any, ...]) -> Json:
     return value
 
 
-PLACES = [*positions(block_of())]
+PATHS = [*positions(block_of())]
 MAY_BE_NULL = "window"
 # Rows of earlier bundles are whole, their blocks share no values, none is an expert; methods have no specs.
 MAY_LACK = ("chunk", "shared", "shared_in", "past", "experts", "input_specs", "output_specs")
@@ -82,7 +82,7 @@ def test_every_input_and_output_of_a_method_has_a_spec_or_none_has() -> None:
     for lacking in ("input_specs", "output_specs"):
         block = block_of()
         del block["programs"][0]["methods"][FORWARD][lacking]
-        with raises(BundleError, "chain-not-runnable", saying=f"{lacking[:-6]}s of block 0"):
+        with raises(BundleError, "chain-not-runnable", containing=f"{lacking[:-6]}s of block 0"):
             Chain.from_json(block)
 
 
@@ -92,7 +92,7 @@ def test_every_input_and_output_of_a_method_has_a_spec_or_none_has() -> None:
 def test_an_invalid_spec_is_refused(spec: str) -> None:
     block = block_of()
     block["programs"][0]["methods"][FORWARD]["input_specs"] = [spec]
-    with raises(BundleError, "chain-unreadable", saying="input_specs"):
+    with raises(BundleError, "chain-unreadable", containing="input_specs"):
         Chain.from_json(block)
 
 
@@ -100,7 +100,7 @@ def test_an_invalid_spec_is_refused(spec: str) -> None:
 def test_a_spec_with_sizes_out_of_bounds_is_refused(sizes: list[int]) -> None:
     block = block_of()
     block["programs"][0]["methods"][FORWARD]["input_specs"] = [f"int64 {sizes}"]
-    with raises(BundleError, "chain-not-runnable", saying="block 0"):
+    with raises(BundleError, "chain-not-runnable", containing="block 0"):
         Chain.from_json(block)
 
 
@@ -118,14 +118,14 @@ def test_chunks_follow_each_other_and_none_has_one_token_alone(length: int, head
     assert [cut.start for cut in cuts] == [0, *(cut.stop for cut in cuts[:-1])] and cuts[-1].stop == length
     sizes = [cut.stop - cut.start for cut in cuts]
     assert all(2 <= size <= 256 for size in sizes)
-    # Scores of all heads take 8 MB at most, but where layers would have too few tokens.
+    # Scores of all heads take 8 MB at most, except where chunks would have too few tokens.
     assert all(
         heads * size * cut.stop <= 1 << 21 or size <= 64 for cut, size in zip(cuts, sizes, strict=True)
     )
 
 
 @pytest.mark.parametrize(
-    "path", [p for p in PLACES if isinstance(p[-1], str) and p[-1] not in MAY_LACK], ids=str
+    "path", [p for p in PATHS if isinstance(p[-1], str) and p[-1] not in MAY_LACK], ids=str
 )
 def test_a_field_that_is_missing_is_named(path: tuple[Any, ...]) -> None:
     block = block_of()
@@ -135,14 +135,14 @@ def test_a_field_that_is_missing_is_named(path: tuple[Any, ...]) -> None:
         return
     # Without the forward pass that saves residuals, the backward pass that reads them is refused.
     named = BACKWARD_SAVED if path[-1] == FORWARD_SAVE else path[-1]
-    with raises(BundleError, "chain-unreadable", "chain-not-runnable", saying=named):
+    with raises(BundleError, "chain-unreadable", "chain-not-runnable", containing=named):
         Chain.from_json(block)
 
 
 OTHERS = [None, True, 1.5, -1, 10**5000, math.inf, math.nan, "", "x" * 10**6, [], [[]], {}, {"a": [1]}]
 
 
-@pytest.mark.parametrize("path", PLACES, ids=str)
+@pytest.mark.parametrize("path", PATHS, ids=str)
 def test_a_value_of_another_type_is_refused(path: tuple[Any, ...]) -> None:
     before = at(block_of(), path)
     for value in OTHERS:
@@ -155,13 +155,13 @@ def test_a_value_of_another_type_is_refused(path: tuple[Any, ...]) -> None:
         assert len(str(refused.value)) < 3000 and refused.value.remedy
 
 
-@pytest.mark.parametrize("path", [path for path in PLACES if type(at(block_of(), path)) is int], ids=str)
+@pytest.mark.parametrize("path", [path for path in PATHS if type(at(block_of(), path)) is int], ids=str)
 def test_sizes_out_of_bounds_are_refused_without_allocating_memory(path: tuple[Any, ...]) -> None:
     for value in (-1, -(10**30), 10**30, 10**5000):
         block = block_of()
         at(block, path[:-1])[path[-1]] = value
         if path[-1] == MAY_BE_NULL and value > 0:
-            Chain.from_json(block)  # as far as any row goes
+            Chain.from_json(block)  # a window longer than any row
             continue
         with raises(BundleError, "chain-not-runnable"):
             Chain.from_json(block)
@@ -290,7 +290,7 @@ def _of(program: int, role: str) -> Callable[[Json], Json]:
 def test_a_chain_that_no_engine_can_run_is_refused(change: Change, value: str) -> None:
     block = block_of()
     change(block)
-    with raises(BundleError, "chain-not-runnable", saying=value):
+    with raises(BundleError, "chain-not-runnable", containing=value):
         Chain.from_json(block)
 
 
@@ -307,7 +307,7 @@ def test_a_role_is_there_if_all_blocks_from_the_lowest_adapted_one_have_it() -> 
     without = Chain.from_json(block)
     assert without.roles == (FORWARD, JVP)
     without.check_role(JVP)
-    with raises(BundleError, "role-missing", saying=BACKWARD):
+    with raises(BundleError, "role-missing", containing=BACKWARD):
         without.check_role(BACKWARD)
 
 
@@ -315,9 +315,9 @@ def test_a_block_saves_the_residuals_that_its_backward_pass_reads() -> None:
     chain = make_chain()
     assert [len(chain.residuals(number)) for number in range(4)] == [0, 2, 2, 1]
     block = block_of()
-    for kind in block["programs"][1:]:
+    for program in block["programs"][1:]:
         for role in RESIDUAL_ROLES:
-            del kind["methods"][role]
+            del program["methods"][role]
     # As bundles of an earlier version.
     before = Chain.from_json(block)
     assert before.roles == chain.roles and not any(map(before.residuals, range(4)))

@@ -9,7 +9,7 @@ import pytest
 from prge.formats.curves import labels, series, smooth
 
 
-def test_series_leaves_out_what_was_not_finite() -> None:
+def test_a_series_omits_values_that_are_not_finite() -> None:
     run = [{"event": "step", "step": n, "loss": loss} for n, loss in enumerate([1.0, None, 0.5])]
     assert series(run, "step", "step", ["loss"]) == ([0.0, 2.0], [1.0, 0.5])
     assert series(run, "evaluation", "step", ["loss"]) == ([], [])

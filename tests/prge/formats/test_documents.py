@@ -29,14 +29,14 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n"
     for before, name in zip("abcdefgh", "bcdefghi", strict=True)
 )
-SCALARS = (
+LEAVES = (
     st.none()
     | st.booleans()
     | st.integers(-(10**50), 10**50)
     | st.floats(allow_nan=False, allow_infinity=False)
 )
 VALUES = st.recursive(
-    SCALARS | st.text(st.characters(exclude_categories=["Cs"]), max_size=8),
+    LEAVES | st.text(st.characters(exclude_categories=["Cs"]), max_size=8),
     lambda inner: (
         st.lists(inner, max_size=4) | st.dictionaries(st.text("abc", max_size=3), inner, max_size=4)
     ),
@@ -71,8 +71,8 @@ def test_yaml_reads_back_equal(value: object) -> None:
         (b'{"a":' * 100_000, "document-too-deep", str(DEEPEST)),
     ],
 )
-def test_json_that_is_refused(content: bytes, code: str, value: str) -> None:
-    with raises(DocumentError, code, saying=value):
+def test_invalid_json_is_refused(content: bytes, code: str, value: str) -> None:
+    with raises(DocumentError, code, containing=value):
         parse_json(content)
 
 
@@ -99,8 +99,8 @@ def test_json_that_is_refused(content: bytes, code: str, value: str) -> None:
         (b"a: 1\n---\nb: 2\n", "yaml-malformed", ""),
     ],
 )
-def test_yaml_that_is_refused(content: bytes, code: str, value: str) -> None:
-    with raises(DocumentError, code, saying=value):
+def test_invalid_yaml_is_refused(content: bytes, code: str, value: str) -> None:
+    with raises(DocumentError, code, containing=value):
         parse_yaml(content)
 
 
@@ -113,7 +113,7 @@ def test_yaml_dates_are_strings() -> None:
     assert parse_yaml("2020-01-01: 2020-99-99\n") == {"2020-01-01": "2020-99-99"}
 
 
-def test_the_deepest_document_that_is_read() -> None:
+def test_documents_are_read_up_to_a_depth() -> None:
     nested: object = []
     for _ in range(DEEPEST - 1):
         nested = [nested]
@@ -124,21 +124,21 @@ def test_the_deepest_document_that_is_read() -> None:
         parse_yaml(json.dumps([nested]))
 
 
-def test_a_file_that_is_too_large(tmp_path: Path) -> None:
+def test_a_file_that_is_too_large_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "large"
     path.write_bytes(b" " * MAX_JSON_BYTES + b"1")
-    with raises(DocumentError, "document-too-large", saying=str(MAX_JSON_BYTES + 1)):
+    with raises(DocumentError, "document-too-large", containing=str(MAX_JSON_BYTES + 1)):
         read_json(path)
-    with raises(DocumentError, "document-too-large", saying=str(MAX_YAML_BYTES)):
+    with raises(DocumentError, "document-too-large", containing=str(MAX_YAML_BYTES)):
         read_yaml(path)
 
 
-@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
-def test_reading_does_not_block_on_what_is_not_a_regular_file(tmp_path: Path, kind: str) -> None:
-    path = {"pipe": tmp_path / "pipe", "device": Path("/dev/zero"), "folder": tmp_path}[kind]
-    if kind == "pipe":
+@pytest.mark.parametrize("file_type", ["pipe", "device", "folder"])
+def test_reading_does_not_block_on_special_files(tmp_path: Path, file_type: str) -> None:
+    path = {"pipe": tmp_path / "pipe", "device": Path("/dev/zero"), "folder": tmp_path}[file_type]
+    if file_type == "pipe":
         os.mkfifo(path)
-    with pytest.raises(OSError, match=kind):
+    with pytest.raises(OSError, match=file_type):
         read_json(path)
 
 
@@ -154,7 +154,7 @@ WORST = {
 
 
 @pytest.mark.parametrize("name", WORST)
-def test_no_document_takes_long_or_much(tmp_path: Path, name: str) -> None:
+def test_every_document_is_read_within_time_and_memory_limits(tmp_path: Path, name: str) -> None:
     path = tmp_path / "document"
     path.write_text(WORST[name])
     reader = "read_yaml" if name.startswith("yaml") else "read_json"
@@ -168,9 +168,9 @@ def test_no_document_takes_long_or_much(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("content", ['{"a": 1, "a": 2}', '[{"b": {"a": 1, "c": 2, "a": 1}}]'])
 def test_a_key_that_json_has_twice_is_refused(content: str) -> None:
-    with raises(DocumentError, "key-twice", saying="'a'"):
+    with raises(DocumentError, "key-twice", containing="'a'"):
         parse_json(content)
-    with raises(DocumentError, "key-twice", saying="'a'"):
+    with raises(DocumentError, "key-twice", containing="'a'"):
         parse_json_values('{"a": 1} ' + content)
 
 

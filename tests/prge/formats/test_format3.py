@@ -1,4 +1,4 @@
-"""Bundles of version 0.2 open: their manifest's chain is translated to the current names."""
+"""Bundles of format 3 open: their manifest's chain is translated to the current names."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from prge.formats.chain import Chain
 from prge.formats.format3 import ROLES, chain_of_format_3, port_of_format_3
 from prge.formats.signatures import ALL_ROLES, BACKWARD, BACKWARD_SAVED, FORWARD, JVP
 
-# The chain of a tiny Llama's bundle, with all roles, rows in chunks, and int8 layers, as prge 0.2.0 wrote it.
-OLD = json.loads(Path(__file__).with_name("chain_of_0_2.json").read_text(encoding="utf-8"))
+# The chain of a tiny Llama's bundle with all roles, rows in chunks, and int8 layers.
+OLD = json.loads(Path(__file__).with_name("chain_of_format_3.json").read_text(encoding="utf-8"))
 
 
 def test_every_role_has_a_current_name() -> None:
@@ -43,7 +43,7 @@ def test_names_of_ports(old: str, new: str) -> None:
     assert port_of_format_3(old) == new
 
 
-def test_a_chain_of_version_0_2_is_read_with_the_names_of_its_programs_methods() -> None:
+def test_a_chain_of_format_3_is_read_with_the_names_of_its_programs_methods() -> None:
     chain = Chain.from_json(chain_of_format_3(OLD))
     assert {FORWARD, JVP, BACKWARD} < set(chain.roles)
     block, head = chain.programs[1], chain.programs[-1]

@@ -37,7 +37,7 @@ def _write(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def test_reads_back_exactly(tmp_path: Path) -> None:
+def test_a_journal_reads_back_exactly(tmp_path: Path) -> None:
     _write(tmp_path / "journal.jsonl")
     journal = Journal(tmp_path / "journal.jsonl")
     assert journal.records == RECORDS
@@ -70,12 +70,12 @@ def test_damage_before_the_last_line_is_an_error(tmp_path: Path) -> None:
         damaged = bytearray(whole)
         damaged[position] ^= 1
         path.write_bytes(damaged)
-        with raises(RunError, "journal-damaged", saying=str(path)):
+        with raises(RunError, "journal-damaged", containing=str(path)):
             Journal(path)
 
 
 def _signed(content: str) -> bytes:
-    """Returns a line with a valid checksum, whatever its content is."""
+    """Return a line with a valid checksum, whatever its content is."""
     return f'{{"crc32":"{zlib.crc32(content.encode()):08x}","record":{content}}}\n'.encode()
 
 
@@ -93,10 +93,10 @@ def _signed(content: str) -> bytes:
     ],
 )
 @pytest.mark.timeout(5)
-def test_a_line_with_a_right_checksum_that_is_no_record_is_damage(tmp_path: Path, content: str) -> None:
+def test_a_line_with_a_valid_checksum_that_is_no_record_is_damage(tmp_path: Path, content: str) -> None:
     path = tmp_path / "journal.jsonl"
     path.write_bytes(_signed(content) + _write(tmp_path / "other.jsonl"))
-    with raises(RunError, "journal-damaged", saying="line 1 of 5"):
+    with raises(RunError, "journal-damaged", containing="line 1 of 5"):
         Journal(path)
 
 
@@ -106,12 +106,12 @@ def test_neither_a_pipe_nor_a_link_is_a_journal(tmp_path: Path, make: Callable[[
     target.write_bytes(b"kept")
     make(tmp_path / "journal.jsonl")
     for writable in (False, True):
-        with raises(RunError, "write-failed", saying="journal.jsonl"):
+        with raises(RunError, "write-failed", containing="journal.jsonl"):
             Journal(tmp_path / "journal.jsonl", writable)
     assert target.read_bytes() == b"kept"
 
 
-def test_after_a_full_disk_it_ends_with_its_last_whole_line(tmp_path: Path) -> None:
+def test_after_a_full_disk_a_journal_ends_with_its_last_complete_line(tmp_path: Path) -> None:
     """A limit on the file size accepts a part of a line; an earlier incomplete line is removed."""
     path = tmp_path / "journal.jsonl"
     whole = _write(path)
@@ -133,7 +133,7 @@ def test_after_a_full_disk_it_ends_with_its_last_whole_line(tmp_path: Path) -> N
     assert path.read_bytes() == kept
 
 
-def test_a_torn_line_that_cannot_be_taken_back_goes_before_the_next_one(
+def test_an_incomplete_line_that_cannot_be_removed_at_once_is_removed_before_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "journal.jsonl"
@@ -243,7 +243,7 @@ def test_a_journal_that_got_no_record_leaves_no_file(tmp_path: Path) -> None:
     path.write_bytes(b"")
     with Journal(path):
         pass
-    assert path.read_bytes() == b""  # somebody else's
+    assert path.read_bytes() == b""  # an empty file that existed before
     with Journal(tmp_path / "other.jsonl") as journal:
         journal.append({"type": "start"})
     assert (tmp_path / "other.jsonl").stat().st_size > 0

@@ -63,7 +63,7 @@ def test_codes_and_scales_are_those_of_the_file(tmp_path: Path) -> None:
     ],
 )
 def test_a_layer_outside_of_the_bundle_s_files_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
-    with raises(BundleError, "layers-unusable", saying="'a'"):
+    with raises(BundleError, "layers-unusable", containing="'a'"):
         stored_layers(bundle_with(tmp_path, {"a": entry(**changes)}))
 
 

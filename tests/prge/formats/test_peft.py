@@ -88,7 +88,7 @@ def test_read_transposes_lora_b(template: Path) -> None:
         assert np.array_equal(adapter.lora_b[module.name], stored.T)
 
 
-def test_written_then_read_is_the_same(tmp_path: Path, template: Path) -> None:
+def test_a_written_adapter_reads_back_equal(tmp_path: Path, template: Path) -> None:
     adapter = some_adapter()
     write_peft(tmp_path / "out", adapter, template)
     again = read_compatible_adapter(tmp_path / "out", MODULES, template)
@@ -149,16 +149,16 @@ def test_one_error_lists_every_bad_tensor(tmp_path: Path) -> None:
 
 
 def test_an_adapter_of_another_lora_a_or_scale_can_only_generate(tmp_path: Path, template: Path) -> None:
-    """Programs of LoRA-FA that train and score have the bundle's lora_A inside them."""
+    """Programs of LoRA-FA that train and score contain the bundle's lora_A."""
     for name, seed, alpha in (("other", 5, 4), ("scaled", 0, 8)):
         other = write_folder(tmp_path / name, tensors(seed=seed), lora_alpha=alpha)
-        with raises(AdapterError, "adapter-does-not-fit", saying="2 of 2"):
+        with raises(AdapterError, "adapter-does-not-fit", containing="2 of 2"):
             read_compatible_adapter(other, MODULES, template)
         assert read_compatible_adapter(other, MODULES, template, generates=True).lora_a is not None
 
 
 def test_a_smaller_adapter_of_any_scale_can_be_trained_on(tmp_path: Path, template: Path) -> None:
-    """Of LoRA: it computes what PEFT computes, and what it lacks can still learn."""
+    """The adapter computes what PEFT computes, and modules that it lacks can still learn."""
     modules = tuple(replace(module, trains_a=True) for module in MODULES)
     (module, other) = modules
     small = (AdaptedModule(module.name, 1, module.in_features, module.out_features),)
@@ -174,7 +174,7 @@ def test_a_smaller_adapter_of_any_scale_can_be_trained_on(tmp_path: Path, templa
     assert np.array_equal(result.lora_a[module.name][1], own[module.name][1])
     assert np.array_equal(result.lora_a[other.name], own[other.name])
     assert not result.lora_b[module.name][1].any() and not result.lora_b[other.name].any()
-    # They are what a step moves.
+    # The arrays are views of the values that a step changes.
     assert np.shares_memory(result.lora_a[other.name], result.values)
 
 
@@ -199,22 +199,22 @@ def test_an_adapter_of_another_base_model_is_refused_by_hash_or_commit(
     refused: bool,
 ) -> None:
     names = ("base_model_name_or_path", "revision")
-    theirs, ours = (
+    adapter, template = (
         write_folder(tmp_path / folder, tensors(), **dict(zip(names, each, strict=True)))
-        for folder, each in (("theirs", named), ("ours", expected))
+        for folder, each in (("adapter", named), ("template", expected))
     )
     if not refused:
-        read_compatible_adapter(theirs, MODULES, ours)
+        read_compatible_adapter(adapter, MODULES, template)
         return
-    with raises(AdapterError, "adapter-does-not-fit", saying=str(named[0]).partition("@")[0]):
-        read_compatible_adapter(theirs, MODULES, ours)
+    with raises(AdapterError, "adapter-does-not-fit", containing=str(named[0]).partition("@")[0]):
+        read_compatible_adapter(adapter, MODULES, template)
 
 
-def test_a_folder_without_an_adapter_says_what_it_needs(tmp_path: Path, template: Path) -> None:
+def test_a_folder_without_an_adapter_is_refused(tmp_path: Path, template: Path) -> None:
     with raises(AdapterError, "not-an-adapter"):
         read_peft(tmp_path / "nowhere", MODULES)
     (template / "adapter_model.safetensors").unlink()
-    with raises(AdapterError, "not-an-adapter", saying="adapter_model.safetensors"):
+    with raises(AdapterError, "not-an-adapter", containing="adapter_model.safetensors"):
         read_peft(template, MODULES)
 
 
@@ -227,7 +227,7 @@ def test_a_truncated_file_is_refused(template: Path, size: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json", "hashes.json"])
-def test_a_flipped_bit_is_noticed(tmp_path: Path, template: Path, name: str) -> None:
+def test_a_flipped_bit_is_detected(tmp_path: Path, template: Path, name: str) -> None:
     write_peft(tmp_path / "out", some_adapter(), template)
     path = tmp_path / "out" / name
     content = bytearray(path.read_bytes())
@@ -237,7 +237,7 @@ def test_a_flipped_bit_is_noticed(tmp_path: Path, template: Path, name: str) -> 
         read_peft(tmp_path / "out", MODULES)
 
 
-def test_hashes_name_no_file_outside(tmp_path: Path, template: Path) -> None:
+def test_hashes_of_files_outside_the_folder_are_refused(tmp_path: Path, template: Path) -> None:
     (template / "hashes.json").write_text('{"../x": "0", "gone": "0"}')
     with pytest.raises(AdapterError) as caught:
         read_peft(template, MODULES)
@@ -254,7 +254,7 @@ def test_a_template_of_other_modules_is_refused(tmp_path: Path) -> None:
 def test_an_existing_folder_is_kept_unless_overwritten(tmp_path: Path, template: Path) -> None:
     out = tmp_path / "out"
     write_peft(out, some_adapter(1), template, {"old.txt": b""})
-    with raises(RunError, "folder-exists", saying=str(out)):
+    with raises(RunError, "folder-exists", containing=str(out)):
         write_peft(out, some_adapter(2), template)
     assert np.array_equal(read_peft(out, MODULES).values, some_adapter(1).values)
     write_peft(out, some_adapter(2), template, overwrite=True)
@@ -315,7 +315,7 @@ def test_a_folder_that_another_process_is_writing_is_ignored(tmp_path: Path, tem
 
 
 def test_a_full_disk_leaves_the_old_folder(tmp_path: Path, template: Path) -> None:
-    """Simulated by a limit on the size of files."""
+    """A limit on the size of files simulates a full disk."""
     write_peft(tmp_path / "out", some_adapter(1), template)
     code = textwrap.dedent(f"""
         import resource, sys
@@ -341,7 +341,7 @@ def test_a_folder_that_cannot_be_written_is_reported(tmp_path: Path, template: P
 
 
 def small_model(seed: int = 0) -> Any:
-    """A model of two linear layers, as PEFT adapts it."""
+    """Return a model of two linear layers, as PEFT adapts it."""
     import torch
 
     torch.manual_seed(seed)
@@ -362,7 +362,7 @@ def written_by_peft(folder: Path, dtype: str = "float32", **settings: Any) -> An
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_what_peft_writes_is_read(tmp_path: Path, dtype: str) -> None:
+def test_folders_that_peft_writes_are_read(tmp_path: Path, dtype: str) -> None:
     model = written_by_peft(tmp_path, dtype)
     adapter = read_lora(tmp_path)
     assert (adapter.rank, adapter.alpha, adapter.scale_of("0.v_proj")) == (2, 6.0, 3.0)
@@ -373,14 +373,14 @@ def test_what_peft_writes_is_read(tmp_path: Path, dtype: str) -> None:
     )
     for name in ("q_proj", "v_proj"):
         layer = model.base_model.model[0][name]
-        for matrices, ours in ((layer.lora_A, adapter.lora_a), (layer.lora_B, adapter.lora_b)):
-            matrix = ours[f"0.{name}"]
+        for matrices, values in ((layer.lora_A, adapter.lora_a), (layer.lora_B, adapter.lora_b)):
+            matrix = values[f"0.{name}"]
             assert matrix.dtype == np.float32
             assert np.array_equal(matrix, matrices["default"].weight.detach().float().numpy())
 
 
 def test_modules_have_pefts_ranks_and_alphas(tmp_path: Path) -> None:
-    """Of a whole name or its end; PEFT computes alpha / rank of each module by its own."""
+    """A pattern is a whole name or its end; PEFT computes each module's alpha / rank from its own values."""
     model = written_by_peft(tmp_path, rank_pattern={"0.q_proj": 3}, alpha_pattern={"v_proj": 5})
     adapter = read_lora(tmp_path)
     assert [module.rank for module in adapter.modules] == [3, 2]
@@ -405,11 +405,11 @@ def test_an_adapter_with_different_ranks_is_written_and_read(tmp_path: Path) -> 
         == read_peft(tmp_path / "out", modules).values.tobytes()
     )
     written_by_peft(tmp_path / "even")
-    with raises(AdapterError, "adapter-does-not-fit", saying="0.q_proj"):
+    with raises(AdapterError, "adapter-does-not-fit", containing="0.q_proj"):
         read_peft(tmp_path / "even", modules)
 
 
-def test_peft_loads_what_is_written(tmp_path: Path) -> None:
+def test_peft_loads_written_folders(tmp_path: Path) -> None:
     import peft
 
     generator = np.random.default_rng(0)
@@ -491,15 +491,15 @@ def test_matrices_that_do_not_form_pairs_are_refused(tmp_path: Path) -> None:
 
 def test_pickled_weights_are_not_read(template: Path) -> None:
     (template / "adapter_model.safetensors").rename(template / "adapter_model.bin")
-    with raises(AdapterError, "not-an-adapter", saying="adapter_model.safetensors"):
+    with raises(AdapterError, "not-an-adapter", containing="adapter_model.safetensors"):
         read_lora(template)
 
 
-def test_an_adapter_is_found_by_its_run_result_checkpoint_or_folder(tmp_path: Path, template: Path) -> None:
+def test_an_adapter_is_read_from_its_run_result_checkpoint_or_folder(tmp_path: Path, template: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     (run / "journal.jsonl").write_text("")
-    with raises(RunError, "run-unfinished", saying="--resume"):
+    with raises(RunError, "run-unfinished", containing="--resume"):
         find_adapter(run)
     for name in ("final", "checkpoints/step-000003"):
         write_peft(run / name, some_adapter(), template)
@@ -538,7 +538,7 @@ def test_an_adapter_of_the_bundle_needs_no_lora_a_of_its_own(tmp_path: Path, tem
 
 
 def test_an_adapter_of_another_program_has_its_own_lora_a(tmp_path: Path, template: Path) -> None:
-    """Scaled by its own alpha and rank; the lora_b of what it lacks are 0: of a rank, and of a module."""
+    """The adapter keeps its own scale; lora_b is 0 for ranks and modules that the adapter lacks."""
     (module, other) = MODULES
     small = (AdaptedModule(module.name, 1, module.in_features, module.out_features),)
     arrays = tensors(small, seed=3)

@@ -43,7 +43,7 @@ def test_every_metric_is_written_at_once_as_a_line_of_json(tmp_path: Path) -> No
     log = RunLog(tmp_path / "run")
     log.metric(step(0))
     log.metric({"event": "evaluation", "step": 0, "loss": np.float32(0.5), "forward_passes": np.int64(8)})
-    # Read before anything is closed.
+    # The file is read before the log is closed.
     lines = (tmp_path / "run" / METRICS).read_text(encoding="utf-8").splitlines()
     assert [json.loads(line) for line in lines] == [
         {"event": "step", "step": 0, "loss": 1.0},
@@ -104,7 +104,7 @@ ODD = [
 def test_an_invalid_record_is_an_error_for_charts_but_not_for_a_resume(tmp_path: Path, odd: str) -> None:
     first, last = json.dumps(step(0)), json.dumps(step(1))
     (tmp_path / METRICS).write_text(f"{first}\n{odd}\n{last}\n", encoding="utf-8")
-    with raises(RunError, "metrics-damaged", saying="line 2"):
+    with raises(RunError, "metrics-damaged", containing="line 2"):
         read_metrics(tmp_path)
     with RunLog(tmp_path, keep_through=1) as log:
         log.metric(step(2))
@@ -113,17 +113,19 @@ def test_an_invalid_record_is_an_error_for_charts_but_not_for_a_resume(tmp_path:
 
 
 @pytest.mark.parametrize("name", [METRICS, LOG, LOCK])
-@pytest.mark.parametrize("kind", ["link", "pipe", "device"])
+@pytest.mark.parametrize("file_type", ["link", "pipe", "device"])
 @pytest.mark.timeout(10)
-def test_links_pipes_and_devices_are_refused_without_blocking(tmp_path: Path, name: str, kind: str) -> None:
+def test_links_pipes_and_devices_are_refused_without_blocking(
+    tmp_path: Path, name: str, file_type: str
+) -> None:
     target, folder = tmp_path / "target", tmp_path / "run"
     target.write_bytes(b"kept")
     folder.mkdir()
-    if kind == "pipe":
+    if file_type == "pipe":
         os.mkfifo(folder / name)
     else:
-        (folder / name).symlink_to(target if kind == "link" else "/dev/full")
-    with raises(RunError, "write-failed", saying=name):
+        (folder / name).symlink_to(target if file_type == "link" else "/dev/full")
+    with raises(RunError, "write-failed", containing=name):
         if name == LOCK:
             with run_lock(folder):
                 raise AssertionError("the lock is held")
@@ -135,7 +137,7 @@ def test_links_pipes_and_devices_are_refused_without_blocking(tmp_path: Path, na
 
 
 def test_a_run_folder_is_private(tmp_path: Path) -> None:
-    """Its log quotes rows, and its journal has values computed from rows."""
+    """A run's log quotes rows, and its journal has values computed from rows."""
     RunLog(tmp_path / "run").close()
     with run_lock(tmp_path / "other"):
         pass
@@ -184,9 +186,9 @@ def test_a_full_disk_is_reported_with_the_folder_and_keeps_complete_lines(tmp_pa
     ],
 )
 def test_failed_writes_are_reported_with_a_remedy(code: int, problem: str) -> None:
-    with raises(RunError, problem, saying="runs/a/log.txt"), as_run_error(Path("runs/a")):
+    with raises(RunError, problem, containing="runs/a/log.txt"), as_run_error(Path("runs/a")):
         raise OSError(code, os.strerror(code), "runs/a/log.txt")
-    with raises(RunError, problem, saying=os.strerror(code)) as caught, as_run_error(Path("runs/a")):
+    with raises(RunError, problem, containing=os.strerror(code)) as caught, as_run_error(Path("runs/a")):
         raise OSError(code, os.strerror(code))
     assert "runs/a" in caught.value.what and caught.value.remedy
 
@@ -254,7 +256,7 @@ def owner(folder: Path, first: str = "pass") -> Iterator[subprocess.Popen[str]]:
 def test_only_one_process_can_lock_a_run_folder(tmp_path: Path) -> None:
     with owner(tmp_path) as holder:
         with (
-            raises(RunError, "run-in-use", saying=str(holder.pid)) as caught,
+            raises(RunError, "run-in-use", containing=str(holder.pid)) as caught,
             run_lock(tmp_path),
         ):
             raise AssertionError("two owners")
@@ -293,7 +295,7 @@ def test_a_new_run_needs_a_folder_without_files_of_a_run(tmp_path: Path) -> None
     check_new_run(tmp_path)
     check_new_run(tmp_path / "none")
     (tmp_path / FINAL).symlink_to("nowhere")
-    with raises(RunError, "folder-occupied", saying=FINAL):
+    with raises(RunError, "folder-occupied", containing=FINAL):
         check_new_run(tmp_path)
 
 
@@ -339,8 +341,8 @@ def test_while_locks_are_removed_at_most_one_process_holds_a_folder(tmp_path: Pa
         "    except RunError as error:\n"
         "        assert str(error) == 'refused' or 'is in use' in str(error), error\n"
     )
-    words = [sys.executable, "-c", script, str(tmp_path / "a/run"), str(tmp_path / "mark")]
-    processes = [subprocess.Popen(words, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    command = [sys.executable, "-c", script, str(tmp_path / "a/run"), str(tmp_path / "mark")]
+    processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(3)]
     for process in processes:
         _, message = process.communicate(timeout=120)
         assert process.returncode == 0, message

@@ -62,7 +62,7 @@ def test_every_port_has_a_unique_name_and_a_shape(block: BlockPorts, role: str) 
 def test_differentiable_values_have_a_tangent_in_jvp_and_a_gradient_in_backward(
     block: BlockPorts, view: View
 ) -> None:
-    """So the derivatives of consecutive blocks fit each other."""
+    """The derivatives of consecutive blocks therefore fit each other."""
     by_derivative = {
         role.derivative: signature(block, role) for role in ROLE_OF.values() if role.view is view
     }
@@ -151,22 +151,22 @@ def test_the_roles_of_a_block_with_attention_and_one_adapted_layer(
 
 @pytest.mark.parametrize("role", ALL_ROLES)
 def test_only_differentiable_shared_values_have_derivatives(role: str) -> None:
-    is_back, is_tangent = ROLE_OF[role].derivative.is_backward, role in (JVP, PREFILL_JVP)
+    is_backward, is_jvp = ROLE_OF[role].derivative.is_backward, role in (JVP, PREFILL_JVP)
     result = signature(
         BlockPorts(attends=True, shared_in=(False, True, True), shared_out=1, past=(1, 2)), ROLE_OF[role]
     )
     assert {"shared_in.0", "shared_in.1", "shared_in.2"} < result.required_inputs
-    assert ("shared_out.0" in result.output_names) == (not is_back)
+    assert ("shared_out.0" in result.output_names) == (not is_backward)
     assert (
         "tangent_shared_in.1" in result.required_inputs,
         "tangent_shared_out.0" in result.output_names,
     ) == (
-        is_tangent,
-        is_tangent,
+        is_jvp,
+        is_jvp,
     )
     assert ("grad_shared_out.0" in result.required_inputs, "grad_shared_in.2" in result.output_names) == (
-        is_back,
-        is_back,
+        is_backward,
+        is_backward,
     )
     assert not {"tangent_shared_in.0", "grad_shared_in.0", "grad_keys", "keys"} & {
         *result.required_inputs,
@@ -176,19 +176,22 @@ def test_only_differentiable_shared_values_have_derivatives(role: str) -> None:
 
 def test_a_past_that_adapters_do_not_affect_has_no_derivative() -> None:
     block = BlockPorts(attends=True, shared_in=(False, False), past=(0, 1))
-    tangent, back = (signature(block, ROLE_OF[role]) for role in (PREFILL_JVP, PREFILL_BACKWARD))
-    assert "past_keys" in tangent.required_inputs & back.required_inputs
-    assert not {"tangent_past_keys", "grad_past_keys"} & {*tangent.required_inputs, *back.output_names}
+    jvp, backward = (signature(block, ROLE_OF[role]) for role in (PREFILL_JVP, PREFILL_BACKWARD))
+    assert "past_keys" in jvp.required_inputs & backward.required_inputs
+    assert not {"tangent_past_keys", "grad_past_keys"} & {*jvp.required_inputs, *backward.output_names}
 
 
 def test_adapter_inputs_are_optional() -> None:
-    back = signature(BlockPorts(modules=2), ROLE_OF[BACKWARD])
-    assert back.required_inputs == {"hidden_states", "grad_hidden_states"} and back.allowed_inputs >= {
+    backward = signature(BlockPorts(modules=2), ROLE_OF[BACKWARD])
+    assert backward.required_inputs == {
+        "hidden_states",
+        "grad_hidden_states",
+    } and backward.allowed_inputs >= {
         "lora_b.0",
         "lora_b.1",
         "padding_mask",
     }
-    assert back.output_names == ["grad_hidden_states", "grad_lora_b.0", "grad_lora_b.1"]
+    assert backward.output_names == ["grad_hidden_states", "grad_lora_b.0", "grad_lora_b.1"]
 
 
 def test_lora_a_is_an_input_if_it_is_trained_and_in_text_generation() -> None:
@@ -200,12 +203,16 @@ def test_lora_a_is_an_input_if_it_is_trained_and_in_text_generation() -> None:
 
 
 def test_the_backward_pass_takes_the_residuals_of_a_forward_pass() -> None:
-    save, back = (signature(BlockPorts(residuals=2), ROLE_OF[role]) for role in RESIDUAL_ROLES)
-    assert save.output_names == ["hidden_states", "residual.0", "residual.1"] and back.required_inputs >= {
+    save, backward = (signature(BlockPorts(residuals=2), ROLE_OF[role]) for role in RESIDUAL_ROLES)
+    assert save.output_names == [
+        "hidden_states",
+        "residual.0",
+        "residual.1",
+    ] and backward.required_inputs >= {
         "residual.0",
         "residual.1",
     }
-    assert save.port("residual.1", is_output=True).sizes == back.port("residual.1").sizes
+    assert save.port("residual.1", is_output=True).sizes == backward.port("residual.1").sizes
 
 
 def test_only_a_block_with_attention_has_a_past() -> None:

@@ -65,14 +65,14 @@ def test_the_key_is_private_and_created_once(own_home: Path) -> None:
 
 
 def is_own_in_another_process(path: Path, **environment: str) -> bool:
-    """Whether another process, with this or another environment, recognizes a file."""
+    """Return whether another process, with this or another environment, recognizes a file."""
     script = (
         "import pathlib, sys; from prge.formats.stored_settings import has_own_signature;"
         "print(has_own_signature(pathlib.Path(sys.argv[1]).read_bytes(), 'a'))"
     )
     command, given = [sys.executable, "-c", script, str(path)], {**os.environ, **environment}
-    said = subprocess.run(command, env=given, check=True, capture_output=True, text=True).stdout
-    return said.strip() == "True"
+    output = subprocess.run(command, env=given, check=True, capture_output=True, text=True).stdout
+    return output.strip() == "True"
 
 
 def test_another_process_recognizes_them_and_another_user_does_not(own_home: Path, tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_settings_can_be_signed_for_another_machine() -> None:
     assert has_own_signature(content, "a")
 
 
-def test_which_values_are_outside_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_outside_of_the_folder_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "run"
     (folder / "rows").mkdir(parents=True)
     (folder / "rows/train.jsonl").write_text("{}")
@@ -147,7 +147,7 @@ def test_which_values_are_outside_of_the_folder(tmp_path: Path, monkeypatch: pyt
     names = ["sst2", "plain", "gpt2", "private", "lora"]
     assert [each for each in out if not is_outside(folder, each)] == []
     assert [each for each in (*inside, *names) if is_outside(folder, each)] == []
-    # What is written to is made there, whatever there is now.
+    # Outputs are created in the folder, whatever exists there now.
     assert [each for each in (*out, *names) if not is_outside(folder, each, is_written=True)] == []
     assert [each for each in inside if is_outside(folder, each, is_written=True)] == []
     os.close(descriptor)
@@ -163,7 +163,7 @@ def test_a_snapshot_of_the_hub_has_links_to_its_own_files(tmp_path: Path) -> Non
     check_links(snapshot)
     (repository / "blobs").rename(tmp_path / "private")
     (repository / "blobs").symlink_to(tmp_path / "private")
-    with raises(RunError, "link-outside", saying="adapter_config.json"):
+    with raises(RunError, "link-outside", containing="adapter_config.json"):
         check_links(snapshot)
 
 
@@ -176,6 +176,6 @@ def test_links_to_the_outside_are_refused(tmp_path: Path) -> None:
     check_links(folder)
     for target in (tmp_path, tmp_path / "gone", "/proc/self/fd/0"):
         (folder / "a/b/link").symlink_to(target)
-        with raises(RunError, "link-outside", saying="a/b/link"):
+        with raises(RunError, "link-outside", containing="a/b/link"):
             check_links(folder)
         (folder / "a/b/link").unlink()

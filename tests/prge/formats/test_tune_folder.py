@@ -35,26 +35,26 @@ def test_a_tuning_has_a_bundle_a_run_and_an_adapter(tmp_path: Path) -> None:
 def test_a_tuning_of_an_existing_bundle(tmp_path: Path) -> None:
     folder = tuning(tmp_path / "mine", config=f"bundle: {tmp_path / 'other'}\n")
     assert resolve_bundle(folder) == tmp_path / "other"
-    with raises(BundleError, "not-a-bundle", saying="other"):
+    with raises(BundleError, "not-a-bundle", containing="other"):
         open_bundle(folder)
 
 
-def test_what_an_unfinished_tuning_lacks(tmp_path: Path) -> None:
+def test_the_missing_part_of_an_unfinished_tuning_is_named(tmp_path: Path) -> None:
     folder = tuning(tmp_path / "mine")
     finish = f"Finish it with `prge tune --resume {folder}`."
-    for ask, what in ((resolve_bundle, "bundle"), (open_bundle, "bundle"), (resolve_run, "run")):
-        with raises(RunError, "tuning-unfinished", saying=what) as caught:
-            ask(folder)
+    for read, part in ((resolve_bundle, "bundle"), (open_bundle, "bundle"), (resolve_run, "run")):
+        with raises(RunError, "tuning-unfinished", containing=part) as caught:
+            read(folder)
         assert caught.value.remedy == finish
     (folder / "run").mkdir()
-    with raises(RunError, "tuning-unfinished", saying="adapter") as caught:
+    with raises(RunError, "tuning-unfinished", containing="adapter") as caught:
         find_adapter(folder)
     assert caught.value.remedy == finish
 
 
 def test_damaged_settings_are_reported(tmp_path: Path) -> None:
     folder = tuning(tmp_path / "mine", config="bundle: [")
-    with raises(RunError, "settings-unreadable", saying="config.yaml"):
+    with raises(RunError, "settings-unreadable", containing="config.yaml"):
         resolve_bundle(folder)
 
 
@@ -72,13 +72,13 @@ def test_paths_outside_of_a_foreign_tuning_are_refused(tmp_path: Path) -> None:
     other.mkdir()
     text = f"bundle: {other}\n"
     folder = tuning(tmp_path / "mine", config=text)
-    with raises(RunError, "path-outside", saying=str(other)) as caught:
+    with raises(RunError, "path-outside", containing=str(other)) as caught:
         resolve_bundle(folder)
     assert f"--bundle {other}" in caught.value.remedy
     write_settings(folder / "config.yaml", text)
     assert resolve_bundle(folder) == other
-    for name, ask in (("run", resolve_run), ("bundle", resolve_bundle)):
+    for name, read in (("run", resolve_run), ("bundle", resolve_bundle)):
         (folder / "config.yaml").write_text("bundle: null\n")
         (folder / name).symlink_to(other)
-        with raises(RunError, "link-outside", saying=name):
-            ask(folder)
+        with raises(RunError, "link-outside", containing=name):
+            read(folder)

@@ -64,10 +64,12 @@ def test_wrong_drafts_pause_longer_each_time() -> None:
 
 
 @given(TOKENS, TOKENS, st.integers(1, 8))
-def test_prompt_and_pushed_tokens_are_treated_alike(first: list[int], more: list[int], most: int) -> None:
+def test_prompt_and_pushed_tokens_are_treated_alike(
+    first: list[int], more: list[int], max_tokens: int
+) -> None:
     grown = PromptLookup(first)
     for token in more:
         grown.push(token)
-    draft = grown.draft(most)
-    assert draft == PromptLookup(first + more).draft(most)
-    assert len(draft) <= most
+    draft = grown.draft(max_tokens)
+    assert draft == PromptLookup(first + more).draft(max_tokens)
+    assert len(draft) <= max_tokens

@@ -25,9 +25,9 @@ from prge.generation.loop import (
 from prge.generation.prompts import Prompt
 from prge.generation.sampling import SamplingSettings, TokenSampler
 from prge.generation.text_stream import TextStream
+from tests.numpy_generation_engine import NumpyGenerationEngine, make_adapter
 from tests.prge.data.tiny_tokenizers import byte_level_backend
 from tests.refusals import raises
-from tests.speakers import NumpyGenerationEngine, make_adapter
 
 TOKENIZER = Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, prepend_bos=True)
 PLAIN = make_adapter()
@@ -42,7 +42,7 @@ def make_request(
 
 
 def alone(request: Request, **engine: Any) -> list[int]:
-    """Returns the tokens of a completion by definition: one token after the other, in a new sequence."""
+    """Return the tokens of a completion by definition: one token after the other, in a new sequence."""
     model = NumpyGenerationEngine(**{"context": 4096, **engine})
     sequence = model.open(request.adapter)
     choice = TokenSampler(request.settings.sampling)
@@ -138,7 +138,7 @@ def test_a_long_prompt_is_prefilled_in_chunks_while_others_continue() -> None:
     assert list(short.wait(0).tokens) == alone(short.request)
 
 
-def test_text_comes_piece_by_piece_and_the_end_after_it() -> None:
+def test_text_comes_in_chunks_and_then_the_end() -> None:
     message: list[Any] = []
     generator = Generator(NumpyGenerationEngine(), TOKENIZER)
     ticket = generator.submit(make_request(max_tokens=30), message.append, message.append)
@@ -190,7 +190,7 @@ def test_prompt_and_completion_fill_the_context_and_no_more() -> None:
 
 def test_a_prompt_without_room_for_a_completion_names_both_lengths() -> None:
     generator = Generator(NumpyGenerationEngine(context=10), TOKENIZER)
-    with raises(DataError, "prompt-too-long", saying="10"):
+    with raises(DataError, "prompt-too-long", containing="10"):
         generator.submit(make_request([1] * 10))
     assert not generator.work()
 
@@ -210,14 +210,14 @@ def test_truncation_keeps_both_ends_of_the_prompt_and_leaves_room_for_the_comple
     ("tokens", "code", "value"), [((), "prompt-empty", ""), ((1, 500), "token-unknown", "500")]
 )
 def test_prompts_that_no_model_takes_are_refused(tokens: tuple[int, ...], code: str, value: str) -> None:
-    with raises(DataError, code, saying=value):
+    with raises(DataError, code, containing=value):
         Generator(NumpyGenerationEngine(), TOKENIZER).submit(make_request(tokens))
 
 
 def test_settings_that_make_no_sense_are_refused() -> None:
-    with raises(ConfigError, "settings-unusable", saying="--max-tokens"):
+    with raises(ConfigError, "settings-unusable", containing="--max-tokens"):
         GenerationSettings(0)
-    with raises(ConfigError, "settings-unusable", saying="--stop"):
+    with raises(ConfigError, "settings-unusable", containing="--stop"):
         GenerationSettings(stop=("",))
 
 
@@ -263,19 +263,21 @@ def test_nothing_is_shared_between_groups() -> None:
         assert (answer.fed_tokens, [*answer.tokens]) == (fed, alone(request))
 
 
-@pytest.mark.parametrize("most", [1, 2, 7, 8, 9, 20])
-def test_with_needs_answer_only_a_request_that_repeats_the_completion_shares_its_prefix(most: int) -> None:
+@pytest.mark.parametrize("max_tokens", [1, 2, 7, 8, 9, 20])
+def test_with_needs_answer_only_a_request_that_repeats_the_completion_shares_its_prefix(
+    max_tokens: int,
+) -> None:
     prompt = [1, *range(5, 25)]
     sharing = Sharing(needs_answer=True)
 
     def fed(tokens: Sequence[int], generator: Generator) -> int:
-        request = replace(make_request(tokens, max_tokens=most), sharing=sharing)
+        request = replace(make_request(tokens, max_tokens=max_tokens), sharing=sharing)
         (answer,) = generator.generate([request])
         assert [*answer.tokens] == alone(request)
         return answer.fed_tokens
 
     first = Generator(NumpyGenerationEngine(slots=1), TOKENIZER)
-    (answer,) = first.generate([replace(make_request(prompt, max_tokens=most), sharing=sharing)])
+    (answer,) = first.generate([replace(make_request(prompt, max_tokens=max_tokens), sharing=sharing)])
     # The sequence doesn't hold the last token that was sampled.
     held = len(answer.tokens) - 1
     needed = max(held // 2, min(held, 8))
@@ -289,7 +291,7 @@ def test_with_needs_answer_only_a_request_that_repeats_the_completion_shares_its
 
 
 @pytest.mark.parametrize(
-    ("said", "is_known"),
+    ("repeat", "is_known"),
     [
         (lambda text: text, True),
         (lambda text: f" {text}\n", True),
@@ -309,7 +311,7 @@ def test_with_needs_answer_only_a_request_that_repeats_the_completion_shares_its
     ],
 )
 def test_a_completion_that_is_repeated_as_text_is_recognized(
-    said: Callable[[str], str], is_known: bool
+    repeat: Callable[[str], str], is_known: bool
 ) -> None:
     """A client may send back other tokens of the same text, or leave out the reasoning at its beginning."""
     prompt = [1, *range(5, 25)]
@@ -317,7 +319,7 @@ def test_a_completion_that_is_repeated_as_text_is_recognized(
     sharing = Sharing(needs_answer=True)
     (answer,) = generator.generate([replace(make_request(prompt, max_tokens=60), sharing=sharing)])
     assert len(answer.text.strip()[-20:].strip()) >= 16 and len(answer.text.strip()) > 25
-    sharing = replace(sharing, answers=("no", said(answer.text)))
+    sharing = replace(sharing, answers=("no", repeat(answer.text)))
     request = replace(make_request([*prompt, 400, 401]), sharing=sharing)
     assert generator.generate([request])[0].fed_tokens == (2 if is_known else len(prompt) + 2)
 
@@ -333,9 +335,9 @@ def test_nothing_is_shared_between_adapters() -> None:
 
 def test_alternating_conversations_keep_their_sequences() -> None:
     generator = Generator(NumpyGenerationEngine(slots=2), TOKENIZER)
-    ours, theirs = [1, *range(5, 15)], [1, *range(40, 50)]
+    first, second = [1, *range(5, 15)], [1, *range(40, 50)]
     for _ in range(3):
-        for turn in (ours, theirs):
+        for turn in (first, second):
             (answer,) = generator.generate([make_request(turn, max_tokens=3)])
             turn += [*answer.tokens, 9]
     assert answer.fed_tokens == 2
@@ -366,17 +368,17 @@ def test_an_engine_error_ends_one_completion_only() -> None:
     finished(generator)
     assert list(good.wait(0).tokens) == alone(good.request)
     assert isinstance(bad.error, EngineError)
-    with raises(EngineError, "token-refused", saying="77"):
+    with raises(EngineError, "token-refused", containing="77"):
         bad.wait(0)
     assert engine.open_count == 1
-    with raises(EngineError, "token-refused", saying="77"):
+    with raises(EngineError, "token-refused", containing="77"):
         generator.generate([make_request([1, 77])])
 
 
 def test_logits_that_are_nan_end_the_completion() -> None:
     engine = NumpyGenerationEngine()
     engine.embedding[5] = float("nan")
-    with raises(EngineError, "logits-not-finite", saying="nan"):
+    with raises(EngineError, "logits-not-finite", containing="nan"):
         Generator(engine, TOKENIZER).generate([make_request()])
 
 
@@ -441,7 +443,7 @@ def test_threads_submit_and_cancel_while_one_works() -> None:
     assert len(answers) == 30
 
 
-def test_nobody_waits_for_ever() -> None:
+def test_waiting_for_a_completion_can_time_out() -> None:
     ticket = Generator(NumpyGenerationEngine(), TOKENIZER).submit(make_request())
     with pytest.raises(TimeoutError):
         ticket.wait(0.01)
@@ -457,14 +459,14 @@ def test_nobody_waits_for_ever() -> None:
     st.integers(30, 60),
 )
 @settings(max_examples=60)
-def test_drafts_change_no_token(prompt: list[int], most: int, temperature: float, context: int) -> None:
+def test_drafts_change_no_token(prompt: list[int], max_tokens: int, temperature: float, context: int) -> None:
     choice = SamplingSettings(temperature, seed=3)
     small: dict[str, Any] = {"vocabulary_size": 10, "context": context}
     answers = []
     for draft in ("off", "lookup"):
         engine = NumpyGenerationEngine(**small)
         generator = Generator(engine, TOKENIZER)
-        request = make_request(prompt, max_tokens=most, sampling=choice, draft=draft)
+        request = make_request(prompt, max_tokens=max_tokens, sampling=choice, draft=draft)
         answers += generator.generate([request, request][:1])
         # The sequence holds the completion: a request that continues it gets the same tokens as in a new one.
         following = make_request([*prompt, *answers[-1].tokens, 3], max_tokens=4, sampling=choice)

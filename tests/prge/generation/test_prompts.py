@@ -21,7 +21,7 @@ def make_tokenizer(template: str | None = None) -> Tokenizer:
     return Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, prepend_bos=True, chat_template=template)
 
 
-def test_a_text_begins_as_the_models_texts_begin_and_is_gone_on_from() -> None:
+def test_a_prompt_text_begins_like_the_models_texts_and_is_continued() -> None:
     prompt = Prompts(make_tokenizer()).encode_text("the film</s>")
     assert (prompt.tokens[0], prompt.tokens[-1]) == (1, 2)
     assert prompt.continues

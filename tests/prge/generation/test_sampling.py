@@ -42,7 +42,7 @@ def sampled(logits: FloatArray, history: list[int], count: int = 200, **given: A
 
 
 def allowed(logits: FloatArray, history: list[int], chosen: SamplingSettings) -> dict[int, float]:
-    """Probability of each token that can follow: the filters one after another, by their definitions."""
+    """Return the probability of each token that passes the filters, computed by their definitions."""
     scores = {token: float(value) for token, value in enumerate(logits)}
     penalty = chosen.repetition_penalty
     for token in set(history):
@@ -130,7 +130,7 @@ def test_filters_leave_the_tokens_that_transformers_leaves(filters: dict[str, An
 def test_the_same_seed_gives_the_same_tokens() -> None:
     logits = np.random.default_rng(0).normal(size=1000).astype(np.float32)
     assert sampled(logits, [], seed=7) == sampled(logits, [], seed=7) != sampled(logits, [], seed=8)
-    # For other machines and versions of numpy to compare with.
+    # Other machines and versions of numpy are compared with these tokens.
     assert sampled(logits_of(*range(8)), [], 12, seed=7, temperature=4.0) == [*map(int, "774561606404")]
 
 
@@ -139,7 +139,7 @@ def test_without_a_seed_every_completion_differs() -> None:
     assert sampled(logits, [], 20, seed=None) != sampled(logits, [], 20, seed=None)
 
 
-def test_logits_stay_as_they_are() -> None:
+def test_sampling_does_not_change_the_logits() -> None:
     logits = logits_of(2, 1, -1)
     sampled(logits, [0, 2], 3, repetition_penalty=2.0, top_p=0.5)
     assert logits.tolist() == [2, 1, -1]
@@ -148,7 +148,7 @@ def test_logits_stay_as_they_are() -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_logits_that_are_nan_are_an_error(bad: float) -> None:
     for temperature in (0.0, 1.0):
-        with raises(EngineError, "logits-not-finite", saying=str(bad)):
+        with raises(EngineError, "logits-not-finite", containing=str(bad)):
             TokenSampler(SamplingSettings(temperature)).sample(logits_of(0, bad, 1), [])
 
 
@@ -173,7 +173,7 @@ def test_invalid_settings_are_refused(given: dict[str, Any], message: str) -> No
     assert caught.value.problems == [message]
 
 
-def test_a_large_vocabulary_is_no_burden() -> None:
+def test_sampling_from_a_large_vocabulary_is_fast() -> None:
     logits: NDArray[np.float32] = np.random.default_rng(0).normal(0, 3, 262_144).astype(np.float32)
     for chosen in (
         SamplingSettings(),

@@ -19,7 +19,7 @@ TEXTS = st.text(st.sampled_from("ab cé你😀\n the film was"), max_size=30)
 
 @cache
 def tokenizers() -> dict[str, Tokenizer]:
-    """Byte-level; SentencePiece-like with the bytes of unknown characters; and without them."""
+    """Return tokenizers by name: byte-level, and SentencePiece-like with and without byte fallback."""
     return {
         "byte-level": Tokenizer(byte_level_backend(), bos_id=1, eos_id=2),
         "byte fallback": Tokenizer(byte_fallback_backend(), bos_id=1, eos_id=2),
@@ -32,27 +32,29 @@ def parts(stream: TextStream, tokens: Sequence[int]) -> list[str]:
 
 
 def byte_tokens(content: bytes) -> list[int]:
-    """Tokens of the tokenizer with byte fallback."""
+    """Return the tokens of bytes in the tokenizer with byte fallback."""
     return [3 + byte for byte in content]
 
 
-@pytest.mark.parametrize("kind", tokenizers())
+@pytest.mark.parametrize("tokenizer_name", tokenizers())
 @given(text=TEXTS)
 @settings(max_examples=80)
-def test_joined_pieces_are_the_text_of_all_tokens(kind: str, text: str) -> None:
-    tokenizer = tokenizers()[kind]
+def test_joined_chunks_are_the_text_of_all_tokens(tokenizer_name: str, text: str) -> None:
+    tokenizer = tokenizers()[tokenizer_name]
     tokens = tokenizer.encode(text)
     stream = TextStream(tokenizer)
     shown = parts(stream, tokens)
     assert "".join(shown) == stream.text == tokenizer.decode(tokens, special=False)
-    assert REPLACEMENT not in stream.text or kind == "prefixed"
+    assert REPLACEMENT not in stream.text or tokenizer_name == "prefixed"
 
 
-@pytest.mark.parametrize("kind", tokenizers())
+@pytest.mark.parametrize("tokenizer_name", tokenizers())
 @given(before=TEXTS, text=TEXTS)
 @settings(max_examples=80)
-def test_a_text_goes_on_from_its_prompt_with_the_prompts_spaces(kind: str, before: str, text: str) -> None:
-    tokenizer = tokenizers()[kind]
+def test_a_text_continues_its_prompt_with_the_prompts_spaces(
+    tokenizer_name: str, before: str, text: str
+) -> None:
+    tokenizer = tokenizers()[tokenizer_name]
     prompt, tokens = tokenizer.encode(before), tokenizer.encode(text)
     shown = parts(TextStream(tokenizer, before=[1, *prompt]), tokens)
     whole = tokenizer.decode([*prompt, *tokens], special=False)
@@ -73,9 +75,9 @@ def test_a_character_is_held_back_until_it_is_whole() -> None:
     assert stream.finish() == ""
 
 
-@pytest.mark.parametrize("kind", ["byte-level", "byte fallback"])
-def test_a_character_that_never_becomes_whole_ends_as_the_replacement_character(kind: str) -> None:
-    tokenizer = tokenizers()[kind]
+@pytest.mark.parametrize("tokenizer_name", ["byte-level", "byte fallback"])
+def test_a_character_that_never_becomes_whole_ends_as_the_replacement_character(tokenizer_name: str) -> None:
+    tokenizer = tokenizers()[tokenizer_name]
     tokens = tokenizer.encode("a你😀")[:-1]
     shown = parts(TextStream(tokenizer), tokens)
     assert "".join(shown) == "a你" + REPLACEMENT
@@ -121,16 +123,16 @@ def test_a_stop_word_across_tokens_ends_the_text_before_it_and_never_shows() -> 
     assert stream.finish() == ""
 
 
-@pytest.mark.parametrize("kind", tokenizers())
-def test_a_text_without_a_prompt_begins_without_a_space(kind: str) -> None:
-    tokenizer = tokenizers()[kind]
+@pytest.mark.parametrize("tokenizer_name", tokenizers())
+def test_a_text_without_a_prompt_begins_without_a_space(tokenizer_name: str) -> None:
+    tokenizer = tokenizers()[tokenizer_name]
     stream = TextStream(tokenizer, ["\nUser:"], None)
     assert "".join(parts(stream, tokenizer.encode("  a cat "))) == "a cat "
     ended = TextStream(tokenizer, ["\nb:"], None)
     assert "".join(parts(ended, tokenizer.encode(" \nb: a"))) == "" and ended.stopped
 
 
-def test_what_could_be_the_beginning_of_a_stop_word_is_held_back_no_longer_than_needed() -> None:
+def test_a_possible_beginning_of_a_stop_word_is_held_back_no_longer_than_needed() -> None:
     tokenizer = tokenizers()["byte fallback"]
     stream = TextStream(tokenizer, ["abc", "cc"])
     shown = [stream.push(token) for token in byte_tokens(b"xabxca")]

@@ -27,7 +27,7 @@ def states() -> FloatArray:
 
 
 def dense(state: FloatArray) -> FloatArray:
-    """Returns the hidden states after the experts, token by token, [tokens, leaving], in double precision."""
+    """Return the hidden states after the experts, token by token, [tokens, leaving], in double precision."""
     state = state.astype(np.float64)
     result = np.zeros((TOKENS, ROUTING.leaving))
     result[:, OUTPUTS:] = state[:, -REST:]

@@ -14,7 +14,7 @@ ALL = slice(None)
 
 
 @pytest.mark.parametrize(
-    ("words", "width", "shards"),
+    ("vocabulary_size", "width", "shards"),
     [
         (2, 4096, 1),
         (49_152, 576, 2),
@@ -27,8 +27,10 @@ ALL = slice(None)
         (104_729, 4096, 1),  # a prime: there is no cut
     ],
 )
-def test_a_vocabulary_is_divided_evenly_into_few_shards(words: int, width: int, shards: int) -> None:
-    assert count_shards(words, width) == shards
+def test_a_vocabulary_is_divided_evenly_into_few_shards(
+    vocabulary_size: int, width: int, shards: int
+) -> None:
+    assert count_shards(vocabulary_size, width) == shards
 
 
 def oracle(logits: FloatArray, targets: FloatArray) -> FloatArray:
@@ -40,26 +42,26 @@ def oracle(logits: FloatArray, targets: FloatArray) -> FloatArray:
 class Shards:
     """An output head in float32, as an engine's, that counts its calls."""
 
-    def __init__(self, logits: FloatArray, words: int, tangents: FloatArray | None = None) -> None:
-        self.logits, self.words, self.tangents, self.calls = logits, words, tangents, 0
+    def __init__(self, logits: FloatArray, shard_size: int, tangents: FloatArray | None = None) -> None:
+        self.logits, self.shard_size, self.tangents, self.calls = logits, shard_size, tangents, 0
 
     def read(self, targets: FloatArray) -> TargetLogProbs:
         queries = 0 if self.tangents is None else len(self.tangents)
-        reading = TargetLogProbs(targets, self.words, queries)
-        for shard in range(self.logits.shape[1] // self.words):
+        reading = TargetLogProbs(targets, self.shard_size, queries)
+        for shard in range(self.logits.shape[1] // self.shard_size):
             index = reading.local_targets(shard, ALL)[0]
-            mine = slice(shard * self.words, (shard + 1) * self.words)
+            columns = slice(shard * self.shard_size, (shard + 1) * self.shard_size)
 
             def parts(shift: FloatArray) -> tuple[FloatArray, FloatArray | None]:
                 self.calls += 1
-                logits = self.logits[:, mine].astype(np.float32) - shift[:, None]  # noqa: B023
+                logits = self.logits[:, columns].astype(np.float32) - shift[:, None]  # noqa: B023
                 with np.errstate(over="ignore"):
                     exponentials = np.exp(logits)
                 chosen = np.take_along_axis(logits, index[:, None], 1)[:, 0]  # noqa: B023
                 answer = np.stack([chosen, exponentials.sum(-1)], -1)
                 if self.tangents is None:
                     return answer, None
-                moved = self.tangents[..., mine]  # noqa: B023
+                moved = self.tangents[..., columns]  # noqa: B023
                 positions = np.broadcast_to(index[:, None], (*moved.shape[:2], 1))  # noqa: B023
                 at = np.take_along_axis(moved, positions, 2)[..., 0]
                 return answer, np.stack([at, (moved * exponentials).sum(-1)], -1)
@@ -75,7 +77,7 @@ class Shards:
     spread=st.sampled_from([0.1, 3.0, 30.0]),
 )
 @settings(derandomize=True)
-def test_logprobs_and_their_tangents_are_those_of_the_whole(
+def test_logprobs_and_their_tangents_equal_those_of_the_whole_vocabulary(
     seed: int, shards: int, middle: float, spread: float
 ) -> None:
     random = np.random.default_rng(seed)

@@ -8,8 +8,8 @@ import pytest
 from prge.objectives.classification_head import Head, fit_cross_fitted, fit_head
 
 
-def test_recovers_the_posterior_of_gaussian_classes() -> None:
-    """For Gaussian classes of one covariance the log-odds are linear and known."""
+def test_a_head_recovers_the_posterior_of_gaussian_classes() -> None:
+    """The log-odds of Gaussian classes of one covariance are linear and known."""
     random = np.random.default_rng(0)
     means = np.array([[1.0, 0.0, 0.5], [-0.5, 1.0, 0.0]])
     mix = np.array([[1.0, 0.0, 0.0], [0.5, 1.0, 0.0], [0.0, 0.3, 0.7]])
@@ -23,7 +23,7 @@ def test_recovers_the_posterior_of_gaussian_classes() -> None:
     np.testing.assert_allclose(head.bias[1] - head.bias[0], bias, atol=0.06)
 
 
-def test_stays_finite_with_fewer_rows_than_features() -> None:
+def test_a_head_stays_finite_with_fewer_rows_than_features() -> None:
     random = np.random.default_rng(0)
     labels = np.arange(20) % 4
     states = random.normal(size=(20, 64)) + np.eye(4, 64)[labels] * 3
@@ -40,13 +40,13 @@ def test_identical_states_give_the_class_frequencies(rows: int) -> None:
     assert scores[0, 0] - scores[0, 1] == pytest.approx(np.log(3), rel=0.4)
 
 
-def test_names_a_class_without_rows() -> None:
+def test_a_class_without_rows_is_named() -> None:
     with pytest.raises(ValueError, match=r"\[2\]"):
         fit_head(np.ones((4, 3), np.float32), np.array([0, 1, 0, 1]), 3)
 
 
-def test_is_as_confident_as_it_is_right_on_rows_it_has_not_seen() -> None:
-    """More features than rows: a plain fit would be sure of everything and often wrong."""
+def test_a_head_is_as_confident_as_it_is_right_on_unseen_rows() -> None:
+    """With more features than rows, a plain fit would be sure of everything and often wrong."""
     random = np.random.default_rng(1)
     labels = random.integers(0, 3, 2400)
     states = random.normal(size=(2400, 300)) + 1.5 * np.eye(3, 300)[labels]
@@ -59,7 +59,7 @@ def test_is_as_confident_as_it_is_right_on_rows_it_has_not_seen() -> None:
 
 
 @pytest.mark.parametrize("rows", [60, 150, 300, 301, 302, 600])
-def test_learns_nothing_from_noise(rows: int) -> None:
+def test_a_head_learns_nothing_from_noise(rows: int) -> None:
     """A row must not give its own class away when it is left out, whatever the ratio of rows to features."""
     random = np.random.default_rng(5)
     labels = np.arange(rows) % 2
@@ -69,8 +69,8 @@ def test_learns_nothing_from_noise(rows: int) -> None:
     assert loss.mean() < 1.3 * np.log(2)
 
 
-def test_is_never_surer_than_its_rows_allow() -> None:
-    """Classes far apart: rows that were never wrong say that an error is rarer than one in so many."""
+def test_a_head_is_never_more_confident_than_its_rows_allow() -> None:
+    """Rows that were never wrong only show that an error is rarer than one in their number."""
     random = np.random.default_rng(4)
     labels = np.arange(30) % 3
     states = (random.normal(size=(30, 8)) * 1e-6 + np.eye(3, 8)[labels]).astype(np.float32)
@@ -118,7 +118,7 @@ def test_a_cross_fitted_head_never_saw_the_row_it_scores() -> None:
         np.testing.assert_allclose(result[1, i], alone.scores(2 * states[i]))
 
 
-def test_one_head_scores_all_rows_alike() -> None:
+def test_one_head_scores_all_rows_equally() -> None:
     head = Head(2, 3)
     head.values[:] = np.arange(8)
     states = np.ones((4, 3), np.float32)

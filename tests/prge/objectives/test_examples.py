@@ -11,7 +11,7 @@ from prge.objectives.examples import Example, microbatches, sequences_of, target
 from tests.rows import EXAMPLES_BY_FORM, classification, completion, long_choice
 
 ROWS = [
-    *[example for kind in EXAMPLES_BY_FORM.values() for example in kind],
+    *[example for examples in EXAMPLES_BY_FORM.values() for example in examples],
     classification(1, [3, 4, 5], 2, 0),
 ]
 

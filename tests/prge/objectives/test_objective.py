@@ -124,7 +124,7 @@ def test_the_chain_rule_between_outputs_and_losses(encoder: bool, folds: int) ->
     loss = Loss(examples, outputs, head=head)
     length = 1e-5
     above, below = (
-        [replace(loss, outputs=outputs + scale * way).losses[0] for way in along]
+        [replace(loss, outputs=outputs + scale * direction).losses[0] for direction in along]
         for scale in (length, -length)
     )
     expected = (np.stack(above) - np.stack(below)) / (2 * length)
@@ -134,7 +134,7 @@ def test_the_chain_rule_between_outputs_and_losses(encoder: bool, folds: int) ->
     np.testing.assert_allclose(whole, expected.sum(1), atol=1e-8)
 
 
-# Of different numbers of sequences, and these of different numbers of targets.
+# Examples with different numbers of sequences, which have different numbers of targets.
 RAGGED = [
     replace(completion(1, [1, 2, 3, 4, 5, 6], 2), weight=0.5),
     long_choice(2, [1], [[3], [4, 5, 6], [7, 8]], 1),
@@ -145,7 +145,7 @@ RAGGED = [
 
 
 def by_torch(logprobs: torch.Tensor, examples: Sequence[Example]) -> torch.Tensor:
-    """Returns the losses of one copy, computed target by target."""
+    """Return the losses of one copy, computed target by target."""
     left, losses = iter(logprobs), []
     for example in examples:
         scores = [torch.zeros((), dtype=torch.float64)] * example.candidates
@@ -178,9 +178,9 @@ def test_losses_of_ragged_examples_match_autograd(examples: list[Example], seed:
     np.testing.assert_allclose(alone.grad_outputs, logprobs.grad, rtol=1e-9, atol=1e-13)
 
     jacobian = torch.autograd.functional.jacobian(lambda given: by_torch(given, examples), logprobs)
-    ways = random.normal(size=(4, outputs.shape[1]))
-    expected = ways @ jacobian.numpy().T
-    np.testing.assert_allclose(alone.jvp(ways), expected, rtol=1e-9, atol=1e-12)
+    directions = random.normal(size=(4, outputs.shape[1]))
+    expected = directions @ jacobian.numpy().T
+    np.testing.assert_allclose(alone.jvp(directions), expected, rtol=1e-9, atol=1e-12)
 
 
 @settings(max_examples=20)
@@ -211,7 +211,7 @@ PAGE = Path(__file__).resolve().parents[3] / "docs/how-to/extend.md"
 
 
 def margin() -> Any:
-    """The loss of docs/how-to/extend.md."""
+    """Return the loss of docs/how-to/extend.md."""
     code = PAGE.read_text(encoding="utf-8").split("class Margin:")[1].split("\n\n\n")[0]
     assert len([line for line in code.splitlines() if line.strip()]) <= 12
     page: dict[str, Any] = {"np": np, "labels_of": labels_of}

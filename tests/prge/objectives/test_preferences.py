@@ -49,7 +49,7 @@ OBJECTIVES: dict[str, Preference] = {
 
 
 def pairs(count: int, seed: int = 0) -> list[Example]:
-    """Pairs of answers of different lengths; every other row is liked."""
+    """Return pairs of answers of different lengths; every other row is liked."""
     random = np.random.default_rng(seed)
     result = []
     for row in range(1, count + 1):
@@ -62,7 +62,7 @@ def pairs(count: int, seed: int = 0) -> list[Example]:
 
 
 def by_torch(name: str, scores: torch.Tensor, examples: list[Example]) -> torch.Tensor:
-    """Returns the losses of one copy by the formulas of the papers."""
+    """Return the losses of one copy by the formulas of the papers."""
     objective: Any = OBJECTIVES[name]
     beta, reference = objective.beta, torch.tensor([each.reference for each in examples], dtype=torch.float64)
     lengths = torch.tensor([[len(s.targets) for s in each.sequences] for each in examples])
@@ -120,7 +120,7 @@ def test_the_distance_to_the_start_is_the_same_for_all_copies_and_never_negative
 
 
 def _step(name: str, engine: NumpyEngine) -> Step:
-    """A step on four pairs whose scores differ from their reference."""
+    """Return a step on four pairs whose scores differ from their reference."""
     adapter = Adapter.zeros(engine.model.modules)
     examples = with_reference_scores(engine, adapter, pairs(4))
     adapter.values[:] = np.random.default_rng(0).normal(0, 0.3, adapter.size)
@@ -158,9 +158,9 @@ def test_differences_are_derivatives(name: str) -> None:
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_only_the_loss_that_compares_a_steps_examples_is_not_separate(name: str) -> None:
-    """Separable losses: the losses and gradients of some examples are the same as among all."""
+    """If losses are separable, some examples have the same losses and gradients as among all."""
     objective, examples = OBJECTIVES[name], pairs(6)
-    # Above their references, so that KTO's mean counts.
+    # Scores above their references make KTO's mean positive.
     table = np.minimum(np.random.default_rng(2).normal(-1, 0.3, (1, 6, 2)), -0.1)
     parts = slice(0, 2), slice(2, 6)
     same = all(
@@ -219,7 +219,7 @@ def test_weights_change_the_loss_of_an_evaluation_and_not_its_perplexity() -> No
 
 
 @pytest.mark.parametrize("name", ["dpo", "kto", "orpo"])
-def test_figures_of_an_evaluation(name: str) -> None:
+def test_an_evaluation_of_preferences_has_figures(name: str) -> None:
     engine = NumpyEngine()
     adapter = Adapter.zeros(engine.model.modules)
     rows = with_reference_scores(engine, adapter, pairs(6))
@@ -273,9 +273,9 @@ def test_objectives_by_name_with_their_defaults() -> None:
         "beta": 0.1,
         "label_smoothing": 0.0,
     }
-    with raises(ConfigError, "setting-of-other-objective", saying="--label-smoothing"):
+    with raises(ConfigError, "setting-of-other-objective", containing="--label-smoothing"):
         make_objective("ipo", replace(flags, label_smoothing=0.1))
-    with raises(ConfigError, "setting-of-other-objective", saying="--beta"):
+    with raises(ConfigError, "setting-of-other-objective", containing="--beta"):
         make_objective("completion", replace(flags, beta=0.1))
 
 

@@ -88,20 +88,20 @@ def test_arranged_charts_are_one_file() -> None:
 
 
 @pytest.mark.parametrize("lines", [[], [Line("nothing", [])]])
-def test_without_points_there_is_no_picture(lines: list[Line]) -> None:
+def test_a_chart_without_points_is_empty(lines: list[Line]) -> None:
     assert line_chart(lines, "steps", "loss") == ""
 
 
-def test_a_single_point_is_seen() -> None:
+def test_a_single_point_is_visible() -> None:
     assert "<circle" in line_chart([Line("", [(3, 1.0)])], "steps", "loss")
 
 
 @given(st.lists(st.tuples(st.integers(0, 10**6), finite), max_size=300), st.integers(2, 50))
 def test_thinned_points_keep_ends_of_the_range_and_their_order(
-    line: list[tuple[float, float]], most: int
+    line: list[tuple[float, float]], max_points: int
 ) -> None:
-    kept = thin_points(line, most)
-    assert len(kept) <= max(most, 2)
+    kept = thin_points(line, max_points)
+    assert len(kept) <= max(max_points, 2)
     if line:
         assert {max(y for _, y in kept), min(y for _, y in kept)} == {
             max(y for _, y in line),

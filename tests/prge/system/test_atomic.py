@@ -36,9 +36,9 @@ def test_an_unwritable_folder_is_refused(tmp_path: Path) -> None:
     check_writable_folder(tmp_path / "a" / "b", required_bytes=1000)
     assert [*tmp_path.iterdir()] == []
     (tmp_path / "file").touch()
-    with raises(RunError, "write-failed", saying=os.strerror(errno.ENOTDIR)):
+    with raises(RunError, "write-failed", containing=os.strerror(errno.ENOTDIR)):
         check_writable_folder(tmp_path / "file" / "out")
-    with raises(RunError, "storage-full", saying="1,000,000,000,000"):
+    with raises(RunError, "storage-full", containing="1,000,000,000,000"):
         check_writable_folder(tmp_path / "out", required_bytes=10**18)
 
 
@@ -67,7 +67,7 @@ def test_a_file_is_checked_without_a_change(tmp_path: Path) -> None:
 def test_a_file_that_cant_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     for path, reason in ((tmp_path, errno.EISDIR), (tmp_path / "file" / "x", errno.ENOTDIR)):
-        with raises(RunError, "write-failed", saying=os.strerror(reason)):
+        with raises(RunError, "write-failed", containing=os.strerror(reason)):
             check_file(path)
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everything
     with raises(RunError, "write-refused"):
@@ -85,7 +85,7 @@ def test_an_output_is_written_through_links_and_keeps_its_mode(tmp_path: Path) -
     write_output(tmp_path / "a" / "b.json", b"new")
     assert (tmp_path / "a" / "b.json").read_bytes() == b"new"
     write_output(Path(os.devnull), b"new")
-    with raises(RunError, "write-failed", saying=os.strerror(errno.EISDIR)):
+    with raises(RunError, "write-failed", containing=os.strerror(errno.EISDIR)):
         write_output(tmp_path, b"new")
 
 

@@ -14,7 +14,7 @@ from prge.system.interrupts import ignore_interrupts, single_interrupt
 
 
 @pytest.fixture(autouse=True)
-def heard() -> Iterator[None]:
+def default_handler() -> Iterator[None]:
     """Install the default handler, since a process in a shell's background ignores Ctrl-C."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
@@ -25,19 +25,19 @@ def interrupt() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_the_first_one_ends_the_work_and_others_leave_its_end_alone() -> None:
+def test_the_first_interrupt_ends_the_work_and_later_ones_do_not_disturb_its_end() -> None:
     ended = []
     with single_interrupt(restored=True):
         with pytest.raises(KeyboardInterrupt):
             interrupt()
         interrupt()
-        ended.append("told")
-    assert ended == ["told"]
+        ended.append("called")
+    assert ended == ["called"]
     with pytest.raises(KeyboardInterrupt):
         interrupt()
 
 
-def test_after_the_work_none_counts() -> None:
+def test_an_interrupt_after_the_work_is_ignored() -> None:
     with single_interrupt(restored=True):
         ignore_interrupts()
         interrupt()
@@ -56,14 +56,14 @@ def test_an_ignored_ctrl_c_stays_ignored() -> None:
 def test_the_command_line_reports_an_interrupt(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def impatient(_: object) -> int:
+    def interrupt_twice(_: object) -> int:
         try:
             interrupt()
         finally:
             interrupt()
         return 0
 
-    monkeypatch.setattr("device_runner.doctor.main", impatient)
+    monkeypatch.setattr("device_runner.doctor.main", interrupt_twice)
     assert main(["doctor"]) == INTERRUPTED
     assert capsys.readouterr().err == "prge doctor: interrupted\n"
 

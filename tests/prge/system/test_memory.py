@@ -70,7 +70,7 @@ def test_peak_memory_of_this_process() -> None:
 
 
 @pytest.mark.parametrize("content", [None, "VmRSS:\t 3 kB\n"])
-def test_peak_memory_that_can_not_be_known_is_null_with_a_reason(tmp_path: Path, content: str | None) -> None:
+def test_an_unknown_peak_memory_is_null_with_a_reason(tmp_path: Path, content: str | None) -> None:
     status = tmp_path / "status"
     if content is not None:
         status.write_text(content, encoding="utf-8")
@@ -98,7 +98,7 @@ def test_memory_that_ran_out_is_recognised(error: BaseException | str) -> None:
 @pytest.mark.parametrize(
     "error", [OSError(errno.ENOSPC, "No space left on device"), ValueError("damaged"), ""]
 )
-def test_other_errors_are_not_taken_for_it(error: BaseException | str) -> None:
+def test_other_errors_are_not_taken_for_lack_of_memory(error: BaseException | str) -> None:
     assert not is_out_of_memory(error)
 
 
@@ -110,7 +110,7 @@ LINES = {
 
 @pytest.mark.parametrize("line", LINES)
 @pytest.mark.parametrize(
-    ("group", "most", "expected"),
+    ("group", "group_limit", "expected"),
     [
         (None, "", 9_000),
         ("user/run", "1000", 1000 - 800 + 300),
@@ -121,7 +121,12 @@ LINES = {
     ],
 )
 def test_available_memory_respects_control_groups(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, group: str | None, most: str, expected: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    line: str,
+    group: str | None,
+    group_limit: str,
+    expected: int,
 ) -> None:
     """Inactive pages of files count as free."""
     monkeypatch.setattr(module, "memory_info", lambda: {"MemAvailable": 9_000})
@@ -131,7 +136,7 @@ def test_available_memory_respects_control_groups(
         folder = tmp_path / "groups" / ("memory" if "memory" in line else "") / group
         folder.mkdir(parents=True)
         limit, used, files = LINES[line]
-        (folder / limit).write_text(f"{most}\n")
+        (folder / limit).write_text(f"{group_limit}\n")
         (folder / used).write_text("800\n")
         (folder / "memory.stat").write_text(f"anon 500\n{files} 300\n")
     assert available_memory(tmp_path / "groups", process) == expected

@@ -23,9 +23,9 @@ def test_requirements_come_from_the_package_itself() -> None:
 
 def test_a_command_names_packages_for_a_shell() -> None:
     assert install(["a==1", "b>=2,<3"]) == "pip install a==1 'b>=2,<3'"
-    words = install_extra_command("data").split()
-    assert words[:2] == ["pip", "install"]
-    assert sorted(word.partition(">")[0] for word in words[2:]) == ["'datasets", "'pyarrow"]
+    command = install_extra_command("data").split()
+    assert command[:2] == ["pip", "install"]
+    assert sorted(word.partition(">")[0] for word in command[2:]) == ["'datasets", "'pyarrow"]
     assert "numpy" in install_extra_command("", "gguf") and "gguf" in install_extra_command("", "gguf")
 
 
@@ -38,7 +38,7 @@ def test_a_package_that_is_not_installed_points_to_the_checkout(monkeypatch: pyt
     assert requirement("torch") == "torch"
 
 
-def test_no_text_of_the_repository_asks_pip_for_prge_from_an_index() -> None:
+def test_no_text_of_the_repository_installs_prge_from_an_index() -> None:
     texts = [*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md")]
     texts += [
         path

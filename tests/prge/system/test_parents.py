@@ -49,7 +49,7 @@ def parent(child_code: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def is_there(process: int) -> bool:
-    """Whether a process exists and isn't a zombie."""
+    """Return whether a process exists and isn't a zombie."""
     with suppress(OSError):
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False
@@ -63,19 +63,19 @@ def ends_within(process: int, seconds: float) -> bool:
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_a_child_ends_with_its_parent(parent: subprocess.Popen[str], how: signal.Signals) -> None:
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_child_ends_with_its_parent(parent: subprocess.Popen[str], signal_number: signal.Signals) -> None:
     assert parent.stdout is not None
     child = int(parent.stdout.readline())
     time.sleep(0.3)
     assert is_there(child)
-    parent.send_signal(how)
+    parent.send_signal(signal_number)
     parent.wait()
     assert ends_within(child, 2)
 
 
-def test_a_parent_that_has_ended_before_takes_its_child_along(child_code: str) -> None:
-    """The parent ends before the child calls the kernel, so the child already has another parent."""
+def test_a_child_ends_if_its_parent_has_already_ended(child_code: str) -> None:
+    """The parent ends before the child calls the kernel, when the child already has another parent."""
     environment = {**os.environ, "PRGE_STARTER": str(os.getppid())}
     done = subprocess.run(
         [sys.executable, "-c", child_code], env=environment, capture_output=True, timeout=30, check=False

@@ -83,11 +83,11 @@ def test_progress_on_a_terminal_is_a_bar() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "words"),
+    ("seconds", "text"),
     [(0.2, "0 s"), (59.4, "59 s"), (60, "1 min 0 s"), (3725, "1 h 2 min"), (-1, "0 s")],
 )
-def test_duration(seconds: float, words: str) -> None:
-    assert format_duration(seconds) == words
+def test_duration(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text
 
 
 def test_only_long_work_prints_lines() -> None:

@@ -51,7 +51,7 @@ def outcome(attempt: Callable[[], object]) -> str:
     return BoundedChild(serve, 5.0, 1 << 28).call(b"").decode()
 
 
-def test_it_opens_no_file(means: str, tmp_path: Path) -> None:
+def test_a_sandboxed_child_opens_no_file(means: str, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("x")
     refused = {"limits": "OSError", "landlock": "PermissionError"}[means]
@@ -59,7 +59,7 @@ def test_it_opens_no_file(means: str, tmp_path: Path) -> None:
     assert outcome(lambda: secret.write_text("y")) == refused and secret.read_text() == "x"
 
 
-def test_it_changes_no_name(tmp_path: Path) -> None:
+def test_a_sandboxed_child_changes_no_name(tmp_path: Path) -> None:
     need_landlock()
     kept = tmp_path / "kept"
     kept.write_text("all of it")
@@ -74,28 +74,28 @@ def test_it_changes_no_name(tmp_path: Path) -> None:
     assert kept.read_text() == "all of it" and list(tmp_path.iterdir()) == [kept]
 
 
-def test_it_reaches_no_port(means: str) -> None:
+def test_a_sandboxed_child_reaches_no_port(means: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         assert outcome(lambda: socket.create_connection(listener.getsockname(), timeout=5)) != "done"
     assert outcome(lambda: socket.create_server(("127.0.0.1", 0))) != "done"
 
 
-def test_it_starts_no_program(means: str, tmp_path: Path) -> None:
+def test_a_sandboxed_child_starts_no_program(means: str, tmp_path: Path) -> None:
     trace = tmp_path / "trace"
-    words = ["/bin/sh", "-c", f"echo >{trace}"]
+    command = ["/bin/sh", "-c", f"echo >{trace}"]
     with contextlib.suppress(LimitError):
-        assert outcome(lambda: os.execv(words[0], words)) != "done"
+        assert outcome(lambda: os.execv(command[0], command)) != "done"
     assert not trace.exists()
 
 
-def test_it_signals_no_other_process() -> None:
+def test_a_sandboxed_child_signals_no_other_process() -> None:
     need_landlock()
     with subprocess.Popen(["sleep", "60"]) as other:
         assert outcome(lambda: os.kill(other.pid, signal.SIGTERM)) == "PermissionError"
         other.kill()
 
 
-def test_it_knows_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sandboxed_child_knows_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The time zone's file is read before the child loses access to files."""
     with monkeypatch.context() as context:
         context.setenv("TZ", "America/St_Johns")

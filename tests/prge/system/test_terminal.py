@@ -53,7 +53,7 @@ def _unread() -> None:
 
 
 @pytest.mark.parametrize("refuse", [_close, _full, _unread])
-def test_the_work_goes_on_and_its_exit_code_stays(tmp_path: Path, refuse: Callable[[], None]) -> None:
+def test_the_work_continues_and_keeps_its_exit_code(tmp_path: Path, refuse: Callable[[], None]) -> None:
     done = subprocess.run(
         [sys.executable, "-c", WORK, str(tmp_path / "file")],
         stdout=subprocess.DEVNULL,

@@ -27,11 +27,15 @@ main(sys.argv[1:])
 
 
 @pytest.mark.parametrize("given", [None, "active"])
-def test_verbs_that_export_have_threads_sleep_before_torch_is_there(given: str | None) -> None:
+def test_verbs_that_export_set_the_wait_policy_before_torch_is_imported(given: str | None) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
     environment |= {"PYTHONPATH": str(REPOSITORY), **({"OMP_WAIT_POLICY": given} if given else {})}
-    words = ["export", "--model", "/nowhere", "--out", "/tmp/nothing"]
+    arguments = ["export", "--model", "/nowhere", "--out", "/tmp/nothing"]
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, *words], capture_output=True, text=True, env=environment, check=False
+        [sys.executable, "-c", SCRIPT, *arguments],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
     )
     assert f"policy {given or 'passive'}" in done.stdout, done.stderr

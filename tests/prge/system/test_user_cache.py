@@ -35,7 +35,7 @@ def planted(folder: Path, folder_mode: int) -> Path:
 
 
 @pytest.mark.parametrize("mask", [0o000, 0o002, 0o022, 0o077])
-def test_a_new_one_is_closed_to_others(cache: Path, mask: int) -> None:
+def test_a_new_folder_is_private(cache: Path, mask: int) -> None:
     before = os.umask(mask)
     try:
         folder = user_cache(NATIVE)
@@ -45,7 +45,7 @@ def test_a_new_one_is_closed_to_others(cache: Path, mask: int) -> None:
     assert mode(cache) == mode(folder) == 0o700
 
 
-def test_one_that_others_could_only_read_is_closed_and_kept(cache: Path) -> None:
+def test_a_folder_that_others_could_only_read_becomes_private_and_is_kept(cache: Path) -> None:
     path = planted(cache, 0o755)
     user_cache(NATIVE)
     assert mode(cache / NATIVE) == 0o700 and path.read_bytes() == b"code"
@@ -61,21 +61,21 @@ def test_untrusted_content_is_removed(cache: Path, open_mode: int) -> None:
 
 @as_root
 @pytest.mark.parametrize("which", [".", NATIVE])
-def test_another_users_is_refused(cache: Path, which: str) -> None:
+def test_a_folder_of_another_user_is_refused(cache: Path, which: str) -> None:
     path = planted(cache, 0o755)
     os.chown(cache / which, 4711, 4711)
-    with raises(EngineError, "cache-not-private", saying="4711") as caught:
+    with raises(EngineError, "cache-not-private", containing="4711") as caught:
         user_cache(NATIVE)
     assert "XDG_CACHE_HOME" in caught.value.remedy
     assert path.exists()
 
 
-def test_one_that_can_not_be_closed_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on file systems without modes."""
+def test_a_folder_that_cannot_become_private_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This simulates a file system without modes."""
     path = planted(cache, 0o777)
     make = os.mkdir
     monkeypatch.setattr(os, "mkdir", lambda name, *_, **__: (make(name), os.chmod(name, 0o777)))
-    with raises(EngineError, "cache-not-private", saying="777"):
+    with raises(EngineError, "cache-not-private", containing="777"):
         user_cache(NATIVE)
     assert not path.exists()
 

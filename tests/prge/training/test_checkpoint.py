@@ -55,14 +55,14 @@ def template(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def checkpoints(tmp_path: Path, template: Path) -> Path:
-    """Checkpoints of steps 5 and 10."""
+    """Return checkpoints of steps 5 and 10."""
     folder = tmp_path / "checkpoints"
     for step in (5, 10):
         save_checkpoint(folder, _state(step), template)
     return folder
 
 
-def test_what_is_saved_is_loaded(checkpoints: Path) -> None:
+def test_a_saved_checkpoint_is_loaded(checkpoints: Path) -> None:
     state = _state(0)
     load_checkpoint(checkpoint_folder(checkpoints, 10), state)
     assert state.step == 10
@@ -132,7 +132,7 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
     "a number of 5,000 digits": lambda folder: _rehashed(folder, STATE, b'{"step":' + b"9" * 5000 + b"}"),
     "another step": _changed(step=7),
     "a step that is a word": _changed(step="10"),
-    "a best step that is to come": _changed(best_step=10**12),
+    "a best step in the future": _changed(best_step=10**12),
     "a loss that is no number": _changed(first_loss=[]),
     "a loss that is infinite": _changed(smoothed_loss=math.inf),
     "a best value that is no number": _changed(best_value=math.nan),

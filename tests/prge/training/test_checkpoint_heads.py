@@ -19,7 +19,7 @@ LABELS = ("NEGATIVE", "positive")
         ('{positive: " good", negative: " bad"}', ("negative", "positive")),
         ('{b: " Positive", a: " Negative"}', ("a", "b")),
         ('{"1": " good", "0": " bad"}', ("0", "1")),
-        # None of them all, so the task stays as it is.
+        # The task doesn't name exactly the classes of the head, so its own order stays.
         ('{"2": " good", "1": " bad"}', ("2", "1")),
         ('{positive: " good", other: " bad"}', ("positive", "other")),
         ('{positive: " good", negative: " bad", neutral: " so"}', ("positive", "negative", "neutral")),

@@ -102,7 +102,7 @@ def test_weights_are_mapped_by_the_native_engine_and_held_by_the_other() -> None
     assert native.mapped == torch.weights >= WEIGHTS.packed
     sums = ("total_bytes", "anonymous_bytes")
     assert native.total == sum(value for name, value in native.to_json().items() if name not in sums)
-    # Memory of the largest call for each method.
+    # The torch engine has memory for the largest call of each method.
     assert torch.arena > 2 * native.arena
 
 
@@ -126,7 +126,7 @@ def test_activation_checkpoints_above_the_limit_are_stored_in_a_file() -> None:
 
 
 def test_an_exact_step_saves_residuals_in_the_memory_that_weights_leave() -> None:
-    """Of 2 rows of 16 tokens: of the head at 3 positions, and of each adapter's small product."""
+    """There are 2 rows of 16 tokens: the head saves 3 positions, and each adapter a small product."""
     outputs = 8 * 64 + 4 * 128 + 2 * 64
     whole = 4 * 2 * (16 * (outputs + 2 * 4) + 3 * 1000)
     weights = WEIGHTS.layers + WEIGHTS.transposed
@@ -178,17 +178,19 @@ def test_the_smallest_limit_is_the_largest_file_of_a_block() -> None:
 def test_memory_of_a_row_in_chunks_grows_with_its_length() -> None:
     outline = replace(OUTLINE, longest=8192)
     weights = estimate_weight_bytes(outline, "fp32", True, ROLES)
-    taken = {}
+    needed = {}
     for length in (256, 512, 1024, 2048, 4096, 8192):
         shape = replace(EXACT, sequences=1, tokens=length, targets=1)
-        taken[length] = estimate_run_memory(
+        needed[length] = estimate_run_memory(
             outline, shape, weights, ROLES, "native", weights.largest
         ).anonymous
-    # Half of an attention's scores is what a whole row's are, once it is longer than a chunk.
-    assert taken[8192] - taken[4096] < 2.5 * (taken[4096] - taken[2048])
+    # In chunks, the scores of attention grow in proportion to the length of the row.
+    assert needed[8192] - needed[4096] < 2.5 * (needed[4096] - needed[2048])
     whole = replace(OUTLINE, longest=512)
     shape = replace(shape, tokens=512)
-    assert taken[512] < estimate_run_memory(whole, shape, weights, ROLES, "native", weights.largest).anonymous
+    assert (
+        needed[512] < estimate_run_memory(whole, shape, weights, ROLES, "native", weights.largest).anonymous
+    )
 
 
 def test_the_memory_table_has_all_estimators_and_both_limits() -> None:
@@ -213,13 +215,13 @@ def test_a_manifest_stores_the_outline() -> None:
 
 
 def test_only_an_exact_run_maps_transposed_weights_and_has_activation_checkpoints() -> None:
-    stack, exact = (
+    forward, exact = (
         estimate_run_memory(OUTLINE, shape, WEIGHTS, ROLES, "native")
         for shape in (replace(FORWARD, copies=1), EXACT)
     )
-    assert exact.mapped - stack.mapped == WEIGHTS.packed_transposed
+    assert exact.mapped - forward.mapped == WEIGHTS.packed_transposed
     # Three hidden states at any time, and the checkpoint of each block.
-    assert exact.states == stack.states * (3 + 2 + 1) // 3
+    assert exact.states == forward.states * (3 + 2 + 1) // 3
 
 
 def test_adapter_and_directions() -> None:
@@ -227,11 +229,11 @@ def test_adapter_and_directions() -> None:
     assert (memory.adapter, memory.directions) == (8 * 2 * 4 * 64 * 4, 0)
     tangent = estimate_run_memory(OUTLINE, JVP, WEIGHTS, ROLES, "native")
     assert (tangent.adapter, tangent.directions) == (2 * 4 * 64 * 4, 4 * 2 * 2 * (4 + 64) * 5)
-    # Those of a whole step, however few of its sequences are computed at once.
+    # Directions of a whole step are in memory, however few of its sequences are computed at once.
     large = replace(JVP, sequences=1000)
     assert large.sequences_at_once < 1000
-    taken = estimate_run_memory(OUTLINE, large, WEIGHTS, ROLES, "native")
-    assert taken.directions == 500 * tangent.directions
+    memory_of_step = estimate_run_memory(OUTLINE, large, WEIGHTS, ROLES, "native")
+    assert memory_of_step.directions == 500 * tangent.directions
 
 
 def test_the_native_engine_needs_memory_for_the_call_whatever_the_bounds() -> None:
@@ -245,7 +247,7 @@ def test_the_native_engine_needs_memory_for_the_call_whatever_the_bounds() -> No
 
 def test_an_export_takes_more_with_a_larger_table_and_more_roles() -> None:
     large = replace(OUTLINE, parameters=10**10)
-    # No part of it is in memory but the table of embeddings and a block.
+    # Of the model only the embedding table and one block are in memory.
     assert estimate_export_memory(large, "fp32", ROLES) == estimate_export_memory(OUTLINE, "fp32", ROLES)
     tabled = replace(OUTLINE, table_numbers=OUTLINE.table_numbers + 10**8)
     assert (
@@ -280,7 +282,7 @@ def test_an_export_takes_more_with_a_larger_table_and_more_roles() -> None:
     ],
 )
 def test_tokens_whose_hidden_states_are_held_at_once(changes: dict[str, Any], tokens: int, rows: int) -> None:
-    """Microbatches of 512 tokens, and 8,192 states of tokens with every copy or direction."""
+    """Microbatches have 512 tokens, and all copies or directions together hold 8,192 hidden states."""
     fields = {"sequences": 1000, "tokens": 16, "targets": 3, "vocabulary_size": 64}
     shape = StepShape(**{**fields, **changes})
     assert (shape.tokens_at_once, shape.states, shape.rows) == (tokens, shape.copies * tokens, rows)

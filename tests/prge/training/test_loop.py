@@ -153,7 +153,7 @@ ESTIMATORS = {
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_it_learns(tmp_path: Path, name: str) -> None:
+def test_the_loop_learns(tmp_path: Path, name: str) -> None:
     run = Run(tmp_path / "run", estimator=ESTIMATORS[name], steps=150)
     before = score(run.engine, run.fresh_state().adapter, run.examples).loss
     after = score(run.engine, run.go().adapter, run.examples).loss
@@ -200,7 +200,7 @@ class DyingEngine:
     ],
 )
 @pytest.mark.parametrize("encoder", [False, True])
-def test_killed_at_any_call_and_resumed_it_ends_in_the_same_bits(
+def test_a_run_killed_at_any_call_resumes_with_the_same_bits(
     tmp_path: Path, encoder: bool, name: str, forgets: bool
 ) -> None:
     expected = _bits(Run(tmp_path / "whole", encoder, ESTIMATORS[name], forgets).go())
@@ -216,7 +216,7 @@ def test_killed_at_any_call_and_resumed_it_ends_in_the_same_bits(
     assert (tmp_path / "killed/journal.jsonl").read_bytes() == (tmp_path / "whole/journal.jsonl").read_bytes()
 
 
-def test_killed_before_a_checkpoint_is_written(tmp_path: Path) -> None:
+def test_a_run_killed_before_a_checkpoint_is_written_resumes_with_the_same_bits(tmp_path: Path) -> None:
     expected = _bits(Run(tmp_path / "whole").go())
     run = Run(tmp_path / "killed")
 
@@ -228,7 +228,7 @@ def test_killed_before_a_checkpoint_is_written(tmp_path: Path) -> None:
     assert _bits(run.go()) == expected
 
 
-def test_resumed_from_any_checkpoint_or_from_none(tmp_path: Path) -> None:
+def test_a_run_resumes_from_any_checkpoint_or_from_none(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     expected = _bits(run.go())
     checkpoints = sorted((tmp_path / "run/checkpoints").glob("step-*"), reverse=True)
@@ -253,7 +253,7 @@ def test_dropped_gradients_are_computed_again_if_a_checkpoint_is_damaged(
             (folder / "adapter_model.safetensors").write_bytes(b"damaged")
         run.observer = Silent()
         assert _bits(run.go()) == expected
-        # They count as replayed steps, not as new ones.
+        # Steps that are computed again count as replayed steps, not as new ones.
         assert run.observer.measured == []
         assert (tmp_path / "run/journal.jsonl").read_bytes() == journal
 
@@ -287,7 +287,7 @@ def test_the_best_evaluation_has_a_checkpoint(tmp_path: Path) -> None:
     assert run.evaluate(restored)["value"] == state.progress.best_value
 
 
-def test_early_stop(tmp_path: Path) -> None:
+def test_patience_stops_a_run_early(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", steps=1000, eval_steps=2, patience=3, divergence_ratio=1e9)
     values = iter([0.1, 0.5, 0.2, 0.3, 0.5])
     run.evaluate = lambda state: {"loss": 0.0, "value": next(values)}  # type: ignore[method-assign]
@@ -331,7 +331,7 @@ class BrokenEngine(DyingEngine):
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_state_before(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", eval_steps=0)
-    with raises(DivergenceError, "loss-not-finite", saying="step 3"):
+    with raises(DivergenceError, "loss-not-finite", containing="step 3"):
         run.go(BrokenEngine(run.engine, 3))
     restored = run.fresh_state()
     load_checkpoint(tmp_path / "run/checkpoints/step-000003", restored)
@@ -340,7 +340,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_state_before(tmp_
 
 def test_a_tangent_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", estimator=TangentEstimator(3), eval_steps=0)
-    with raises(DivergenceError, "loss-not-finite", saying="12 of 12"):
+    with raises(DivergenceError, "loss-not-finite", containing="12 of 12"):
         run.go(BrokenEngine(run.engine, 3))
     with Journal(tmp_path / "run/journal.jsonl") as journal:
         assert journal.steps == 3
@@ -350,7 +350,7 @@ def test_a_tangent_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
 def test_a_step_that_overflows_is_not_taken(tmp_path: Path) -> None:
     """Adam's first update is the learning rate times the signs of the gradient."""
     run = Run(tmp_path / "run", eval_steps=0)
-    with raises(DivergenceError, "adapter-not-finite", saying="step 0"):
+    with raises(DivergenceError, "adapter-not-finite", containing="step 0"):
         run.go(constant_rate=3.4e38)
     with Journal(run.folder / "journal.jsonl") as journal:
         assert journal.steps == 0
@@ -360,7 +360,7 @@ def test_a_step_that_overflows_is_not_taken(tmp_path: Path) -> None:
 def test_a_loss_of_development_rows_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     run.evaluate = lambda state: {"loss": np.nan, "value": 0.5}  # type: ignore[method-assign]
-    with raises(DivergenceError, "evaluation-not-finite", saying="step 0"):
+    with raises(DivergenceError, "evaluation-not-finite", containing="step 0"):
         run.go()
     with Journal(tmp_path / "run/journal.jsonl") as journal:
         assert journal.records == []

@@ -28,7 +28,7 @@ def by_tokens(examples: list[Example]) -> list[Example]:
 
 
 def token_loss(engine: NumpyEngine, values: Array, examples: list[Example]) -> float:
-    """Mean negative log-likelihood of all target tokens, by the model's own logits; weights multiply."""
+    """Return the weighted mean negative log-likelihood of all target tokens, from the model's logits."""
     update = engine.lora_a.T @ values.reshape(engine.model.modules[0].rank, -1)
     losses = []
     for example in examples:
@@ -41,7 +41,7 @@ def token_loss(engine: NumpyEngine, values: Array, examples: list[Example]) -> f
 
 @st.composite
 def steps(draw: st.DrawFn) -> list[Example]:
-    """Completions of 1 to 4 target tokens with weights."""
+    """Draw completions of 1 to 4 target tokens with weights."""
     examples = []
     for row in range(1, 5):
         tokens = draw(st.lists(st.integers(0, 10), min_size=2, max_size=6))
@@ -55,7 +55,7 @@ def steps(draw: st.DrawFn) -> list[Example]:
 @settings(max_examples=30)
 @given(steps(), st.sampled_from([1, 8, 512]))
 def test_the_gradient_is_that_of_the_mean_over_tokens(examples: list[Example], tokens: int) -> None:
-    """Whether the step is computed in parts or not."""
+    """This holds whether the step is computed in parts or not."""
     engine = NumpyEngine()
     adapter = make_nonzero_adapter(engine)
     with pytest.MonkeyPatch.context() as patch:
@@ -70,7 +70,7 @@ def test_the_gradient_is_that_of_the_mean_over_tokens(examples: list[Example], t
 @settings(max_examples=10)
 @given(steps())
 def test_projected_gradients_are_derivatives_of_the_mean_over_tokens(examples: list[Example]) -> None:
-    """Of differences along a direction, and of tangents, whose mean over examples it is."""
+    """This holds for differences along a direction, and for tangents, whose mean over examples it is."""
     engine = NumpyEngine()
     adapter = make_nonzero_adapter(engine)
     gradient = gradients_of(lambda values: token_loss(engine, values, examples), adapter.values)
@@ -87,7 +87,7 @@ def test_projected_gradients_are_derivatives_of_the_mean_over_tokens(examples: l
     np.testing.assert_allclose(measured.projected_gradients.mean(-1), expected, atol=1e-3)
 
 
-def test_equal_lengths_have_the_same_bits_either_way() -> None:
+def test_rows_of_equal_length_have_the_same_bits_with_each_normalisation() -> None:
     examples = [completion(row, [row, 2, 3, 4], 2) for row in range(1, 5)]
     engine = NumpyEngine()
     adapter = make_nonzero_adapter(engine)

@@ -17,7 +17,7 @@ from prge.training.monitor import RunMonitor, describe_changes, describe_prompt,
 from prge.training.settings import TrainingFlags
 
 
-def test_the_summary_says_what_a_pause_waits_for_and_for_how_long(tmp_path: Path) -> None:
+def test_the_summary_has_the_reasons_and_durations_of_pauses(tmp_path: Path) -> None:
     def message() -> tuple[Any, Any, Any]:
         summary: Any = read_json(tmp_path / SUMMARY)
         return summary["run"]["status"], summary["run"]["waits_for"], summary["train"]["paused_seconds"]

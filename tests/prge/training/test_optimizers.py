@@ -34,7 +34,7 @@ def test_steps_equal_torch(name: OptimizerName) -> None:
 
 @pytest.mark.parametrize("decay", [0.01, 0.5])
 def test_weight_decay_is_that_of_adamw(decay: float) -> None:
-    """In torch the decay is the learning rate's, times the values before the update."""
+    """PyTorch multiplies the decay by the learning rate and by the values before the update."""
     random = np.random.default_rng(0)
     values = random.normal(size=20).astype(np.float32)
     parameter = torch.nn.Parameter(torch.tensor(values))

@@ -21,11 +21,11 @@ def test_epsilon_equals_that_of_dp_accounting(parts: list[tuple[float, int]]) ->
     accountant = pytest.importorskip("dp_accounting.pld").PLDAccountant()
     for noise, times in parts:
         accountant.compose(accounting.SelfComposedDpEvent(accounting.GaussianDpEvent(noise), times))
-    theirs = accountant.get_epsilon(DELTA)
-    assert theirs * 0.999 - 1e-3 <= epsilon_of(parts, DELTA) <= theirs * 1.001
+    expected = accountant.get_epsilon(DELTA)
+    assert expected * 0.999 - 1e-3 <= epsilon_of(parts, DELTA) <= expected * 1.001
 
 
-def test_very_little_and_very_much_noise() -> None:
+def test_epsilon_of_very_little_and_of_very_much_noise() -> None:
     assert 4e7 < epsilon_of([(1e-4, 1)], DELTA) < 6e7
     assert epsilon_of([(1e6, 1)], DELTA) == 0.0
 

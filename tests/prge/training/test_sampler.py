@@ -58,8 +58,8 @@ def test_sequences_of_steps_are_counted_in_any_order(count: int, steps: list[int
     examples = [long_choice(row, [1], [[2, 3], [4], [5]][: 1 + row % 3], 0) for row in range(1, 8)]
     sampler = Sampler(examples, count, seed=3)
     for number in steps:
-        taken = [example for step in range(number) for example in sampler.batch(step)]
-        assert sampler.sequences(number) == sum(len(example.sequences) for example in taken)
+        examples_taken = [example for step in range(number) for example in sampler.batch(step)]
+        assert sampler.sequences(number) == sum(len(example.sequences) for example in examples_taken)
 
 
 def test_the_most_sequences_of_an_example() -> None:

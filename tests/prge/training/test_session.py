@@ -56,7 +56,7 @@ def store(engine: NumpyEngine, tmp_path: Path) -> Iterator[RunStore]:
 
 
 def identity(**changes: Any) -> Record:
-    """Of a run with the recipe."""
+    """Return the identity of a run with the recipe."""
     hashes = dict.fromkeys(("bundle", "train", "dev", "task", "adapter", "tokens", "objective"), "")
     return {"type": "start", **hashes, "settings": replace(RECIPE, **changes).to_record()}
 
@@ -76,7 +76,9 @@ class Steps(SilentObserver):
             self.computed.append(record["step"])
 
 
-def test_it_trains_and_writes_the_best_step(engine: NumpyEngine, data: SessionData, store: RunStore) -> None:
+def test_a_session_trains_and_writes_the_best_step(
+    engine: NumpyEngine, data: SessionData, store: RunStore
+) -> None:
     begin(store)
     session = open_session(RECIPE, engine, data, store)
     assert session.state.step == 0
@@ -89,7 +91,7 @@ def test_it_trains_and_writes_the_best_step(engine: NumpyEngine, data: SessionDa
 
 
 @pytest.mark.parametrize("until", [1, 3, 5, 9])
-def test_an_interrupted_session_continues_to_the_same_bits(
+def test_an_interrupted_session_resumes_with_the_same_bits(
     engine: NumpyEngine, data: SessionData, store: RunStore, until: int, tmp_path: Path
 ) -> None:
     begin(store)
@@ -108,16 +110,16 @@ def test_an_interrupted_session_continues_to_the_same_bits(
     assert again.state.adapter.values.tobytes() == whole.state.adapter.values.tobytes()
 
 
-def test_it_may_end_before_the_recipes_last_step(
+def test_a_session_may_end_before_the_recipes_last_step(
     engine: NumpyEngine, data: SessionData, store: RunStore
 ) -> None:
-    """Learning rates are those of the whole recipe."""
+    """A shorter session has the learning rates of the whole recipe."""
     begin(store)
     session = open_session(RECIPE, engine, data, store, until=4)
     session.train(SilentObserver())
     rates = RECIPE.learning_rates()
-    taken = [record["learning_rate"] for record in store.journal.records if record["type"] == "step"]
-    assert taken == [rates(step)["learning_rate"] for step in range(4)]
+    learning_rates = [record["learning_rate"] for record in store.journal.records if record["type"] == "step"]
+    assert learning_rates == [rates(step)["learning_rate"] for step in range(4)]
 
 
 def test_data_can_have_their_own_sampler(engine: NumpyEngine, data: SessionData, store: RunStore) -> None:
@@ -136,10 +138,10 @@ def test_a_resumed_run_must_have_the_same_settings(store: RunStore) -> None:
     begin(store)
     begin(store)
     assert len(store.journal.records) == 1
-    with raises(ConfigError, "settings-changed", saying="learning_rate") as caught:
+    with raises(ConfigError, "settings-changed", containing="learning_rate") as caught:
         begin(store, learning_rate=0.1)
     assert "--change-estimator lets these differ" in str(caught.value.remedy)
-    with raises(ConfigError, "settings-changed", saying="train"):
+    with raises(ConfigError, "settings-changed", containing="train"):
         store.begin({**identity(), "train": "else"}, "", date=None, may_change=False)
 
 
@@ -154,5 +156,7 @@ def test_a_step_is_replayed_by_the_estimator_that_computed_it(
     second, steps = open_session(changed, engine, data, store), Steps()
     second.train(steps)
     assert steps.computed == [*range(2, 9)]
-    kinds = ["gradient" in record or "projected_gradients" in record for record in store.journal.records]
-    assert any(kinds) and np.isfinite(second.state.adapter.values).all()
+    has_gradient = [
+        "gradient" in record or "projected_gradients" in record for record in store.journal.records
+    ]
+    assert any(has_gradient) and np.isfinite(second.state.adapter.values).all()

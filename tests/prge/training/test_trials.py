@@ -14,7 +14,7 @@ def test_every_shape_has_random_weights_and_a_small_variant() -> None:
 
 
 def test_configurations_are_those_that_were_published() -> None:
-    """Batch, tokens and rank."""
+    """The figures are batch size, tokens and rank."""
     sizes = {name: (trial.batch, trial.tokens, trial.rank) for name, trial in TRIALS.items()}
     assert {sizes["smollm2-360m"][::2], sizes["qwen2-0.5b"][::2]} == {(4, 8)}
     assert sizes["qwen3-1.7b"][:2] == (1, 128) and TRIALS["qwen3-1.7b"].layers == "all-linear"

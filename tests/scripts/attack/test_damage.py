@@ -29,7 +29,7 @@ def test_every_mutation_changes_the_file(tmp_path: Path, mutation: str) -> None:
     assert not is_plain or path.read_bytes() != b"content " * 100
 
 
-def test_a_bundle_whose_hashes_were_made_to_fit_opens(tmp_path: Path) -> None:
+def test_a_bundle_with_updated_hashes_opens(tmp_path: Path) -> None:
     bundle = make_bundle(tmp_path / "bundle")
     (bundle / PROGRAM).write_bytes(b"another program")
     damage.rehash_bundle(bundle)
@@ -50,7 +50,7 @@ def test_a_changed_record_keeps_its_checksum(tmp_path: Path) -> None:
     assert kept > 5
 
 
-def test_documents_get_values_that_no_reader_takes(tmp_path: Path) -> None:
+def test_some_mutations_of_documents_are_refused_by_readers(tmp_path: Path) -> None:
     path, refused = tmp_path / "config.json", 0
     for seed in range(60):
         path.write_text(json.dumps({"r": 2, "names": ["q", "v"], "deep": {"a": 1}}))
@@ -76,7 +76,7 @@ def test_headers_of_weights_are_changed(tmp_path: Path) -> None:
     assert 5 < refused < 30
 
 
-def test_a_gguf_header_is_damaged_where_it_says_something(tmp_path: Path) -> None:
+def test_a_gguf_header_is_damaged_in_its_numbers_and_texts(tmp_path: Path) -> None:
     """Numbers and texts are located up to the data, and a mutation changes only some of them."""
     import gguf
 

@@ -17,13 +17,13 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models and bundles, created by the first attack."""
+    """Return a folder with models and bundles, which the first attack creates."""
     return tmp_path_factory.mktemp("attack")
 
 
-def attack(*words: object) -> subprocess.CompletedProcess[str]:
+def attack(*arguments: object) -> subprocess.CompletedProcess[str]:
     """Run the attack as a user does."""
-    command = [sys.executable, "scripts/attack/run.py", *map(str, words)]
+    command = [sys.executable, "scripts/attack/run.py", *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
@@ -41,9 +41,9 @@ def attack(*words: object) -> subprocess.CompletedProcess[str]:
         ("settings", 20),
     ],
 )
-def test_nothing_fails(work: Path, part: str, cases: int) -> None:
-    words = ["--work", work, "--kinds", "decoder", "--only", part, "--cases", cases, "--processes", 1]
-    done = attack(*words, "--json", work / "attack.json", "--minutes", 4)
+def test_attacks_cause_no_failure(work: Path, part: str, cases: int) -> None:
+    arguments = ["--work", work, "--kinds", "decoder", "--only", part, "--cases", cases, "--processes", 1]
+    done = attack(*arguments, "--json", work / "attack.json", "--minutes", 4)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((work / "attack.json").read_text())
     assert report["failures"] == []
@@ -93,8 +93,8 @@ def test_a_run_with_another_result_is_detected(tmp_path: Path) -> None:
 @pytest.mark.whole
 def test_a_busy_machine_tries_every_part_once(work: Path, tmp_path: Path) -> None:
     """Every part is tried, however little time there is; a part that can't be tried is a failure."""
-    words = ["--work", work, "--kinds", "decoder", "--only", "files", "inputs", "--minutes", 0]
-    done = attack(*words, "--json", tmp_path / "attack.json")
+    arguments = ["--work", work, "--kinds", "decoder", "--only", "files", "inputs", "--minutes", 0]
+    done = attack(*arguments, "--json", tmp_path / "attack.json")
     report = json.loads((tmp_path / "attack.json").read_text())
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(report["parts"]) == ["files", "inputs"] and report["files"] == report["inputs"] == 1

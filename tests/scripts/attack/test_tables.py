@@ -13,7 +13,7 @@ def test_targets_name_uses_and_mutations(table: str) -> None:
         assert {*target.uses} <= {*USES} and target.crafted in CRAFTED and target.mutations in MUTATIONS
 
 
-def test_a_text_is_put_together_of_parts() -> None:
+def test_a_text_is_composed_of_parts() -> None:
     assert TABLES["documents"]["sexagesimal"] == "{name}: " + ":".join(["59"] * 2000)
 
 

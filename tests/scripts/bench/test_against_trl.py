@@ -14,7 +14,7 @@ from tests.workshop import FolderBuilder
 
 @pytest.fixture(scope="module")
 def demo_bundle(made_once: FolderBuilder) -> Path:
-    """The demo's model with LoRA on all linear layers."""
+    """Return the demo's model with LoRA on all linear layers."""
     arguments = ["--target-modules", "all-linear", "--adapter", "lora", "--roles", "backward"]
 
     def make(folder: Path) -> None:
@@ -29,6 +29,6 @@ def demo_bundle(made_once: FolderBuilder) -> Path:
 def test_losses_are_those_of_trl(objective: str, demo_bundle: Path, tmp_path: Path) -> None:
     actual, expected = run_both(objective, DEMO / "model", demo_bundle, tmp_path, steps=20)
     assert len(actual.losses) == len(expected.losses) == 20
-    # The losses change: a model that learns nothing would prove little.
+    # Losses that never changed would prove little.
     assert max(actual.losses) - min(actual.losses) > 1e-3
     assert loss_difference(actual, expected) < 1e-4

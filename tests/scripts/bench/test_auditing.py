@@ -38,7 +38,7 @@ def test_normals_are_proven_to_be_nearly_as_far_apart_as_they_are(noise: float) 
     assert 0.1 * true < result.epsilon <= result.gaussian
 
 
-def test_it_is_hardly_ever_wrong() -> None:
+def test_an_audit_is_rarely_wrong() -> None:
     """An audit is wrong at most one time in 20."""
     random, true = np.random.default_rng(2), epsilon_of([(1.0, 1)], DELTA)
     audits = [audit(*_counts(random, 1.0, 200), DELTA) for _ in range(200)]
@@ -46,7 +46,7 @@ def test_it_is_hardly_ever_wrong() -> None:
     assert not any(result.epsilon > true for result in audits)
 
 
-def test_what_never_happens_without_the_row_proves_much_and_nothing_proves_none() -> None:
+def test_events_that_need_the_row_prove_much_and_no_events_prove_nothing() -> None:
     assert audit(100, 0, 2000, DELTA).epsilon > math.log(20)
     assert audit(2000, 2000, 2000, DELTA).epsilon == audit(0, 0, 2000, DELTA).epsilon == 0.0
     assert audit(1000, 1000, 2000, DELTA) == audit(0, 2000, 2000, DELTA)

@@ -21,7 +21,7 @@ SMALL = replace(TRIALS["smollm2-135m"], batch=2, tokens=16)
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a small model and a small trial of its shape."""
+    """Return a folder with a small model and a small trial of its shape."""
     monkeypatch.setattr(peers, "TRIALS", {"small": SMALL})
     monkeypatch.setitem(CONFIGURATIONS, SMALL.shape, {**CONFIGURATIONS[SMALL.shape], "vocab_size": 512})
     save_random_model(tmp_path / "model", f"{SMALL.shape}:tiny")
@@ -47,7 +47,9 @@ def test_ratios_are_by_weights_and_by_trainer() -> None:
     assert figures["prge_over_mlx_seconds"] == {"int4": {}}
 
 
-def test_what_is_lacking_says_so_and_the_others_go_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unavailable_trainer_reports_why_and_the_others_continue(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def none() -> Path:
         raise LackingError("mlx can't be installed: no wheel")
 
@@ -64,7 +66,9 @@ def test_a_step_that_takes_too_long_is_left_out(folder: Path) -> None:
 
 
 @pytest.mark.whole
-def test_all_that_run_here_begin_at_the_same_loss(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_available_trainers_begin_with_the_same_loss(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All methods start with the loss of random weights, and learn."""
     if not (cache_path("mlx") / "bin/python").is_file():
         monkeypatch.setattr(peers, "METHODS", [name for name in peers.METHODS if name not in MLX])
@@ -80,10 +84,13 @@ def test_all_that_run_here_begin_at_the_same_loss(folder: Path, monkeypatch: pyt
     assert all(set(each) == {"int4", "fp32"} for each in both)
 
 
-def test_all_train_both_matrices(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_trainers_train_both_matrices(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[object, ...]] = []
-    monkeypatch.setattr(peers, "export", lambda *words: calls.append(words))
+    monkeypatch.setattr(peers, "export", lambda *exported: calls.append(exported))
     command_of("prge-int4", folder, TRIALS["qwen3-1.7b"], arguments())
-    words = [str(word) for word in calls[0]]
-    assert words[words.index("--adapter") + 1] == "lora" and words[words.index("--quantize") + 1] == "8da4w"
-    assert words[words.index("--target-modules") + 1] == "all-linear"
+    exported = [str(word) for word in calls[0]]
+    assert (
+        exported[exported.index("--adapter") + 1] == "lora"
+        and exported[exported.index("--quantize") + 1] == "8da4w"
+    )
+    assert exported[exported.index("--target-modules") + 1] == "all-linear"

@@ -11,7 +11,7 @@ from reports import measure_in_turns, median, parse_shape
 from step import summarize_rounds
 
 
-def test_all_take_turns_after_a_first_round_every_other_one_backwards() -> None:
+def test_measurements_alternate_and_every_second_round_runs_backwards() -> None:
     order: list[str] = []
 
     def step(name: str) -> Any:
@@ -31,7 +31,7 @@ def test_shapes_are_rows_and_tokens() -> None:
     assert parse_shape("2x64") == (2, 64)
 
 
-def test_a_step_is_held_against_its_limit() -> None:
+def test_a_step_is_compared_with_its_limit() -> None:
     def step(seconds: float, inside: float, projected_gradient: float) -> Any:
         return seconds, SimpleNamespace(
             engine_seconds=inside, projected_gradients=np.array([projected_gradient])

@@ -156,7 +156,7 @@ def test_outcomes_of_a_refusal_a_defect_and_a_wrong_result() -> None:
     assert architectures.outcome({**FIGURES, "generates": False}) == "wrong"
 
 
-def test_the_page_is_written_of_recorded_results() -> None:
+def test_the_page_is_written_from_recorded_results() -> None:
     page = architectures.markdown("5.0", RECORDED)
     assert page.startswith("# Architectures\n") and "transformers 5.0" in page
     assert page.endswith(PAGE)

@@ -14,8 +14,8 @@ SCRIPT = Path(__file__).parents[3] / "scripts/studies/step_frames.py"
 
 @needs_compiler
 def test_a_step_runs_from_the_loop_to_the_engine(workshop: Path) -> None:
-    words = ["--bundle", workshop / "bundle", "--train", workshop / "train.jsonl"]
-    command = [sys.executable, SCRIPT, *words, "--task", workshop / "task.yaml"]
+    arguments = ["--bundle", workshop / "bundle", "--train", workshop / "train.jsonl"]
+    command = [sys.executable, SCRIPT, *arguments, "--task", workshop / "task.yaml"]
     result = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     assert result["frames"][0] == "prge/training/loop.py:step"
     assert result["frames"][-1] == "device_runner/engines/native/runtime.py:run"

@@ -93,8 +93,8 @@ def test_a_single_word_of_a_command_line_means_the_same(word: str) -> None:
 def test_unusable_target_modules_are_refused_by_name() -> None:
     model = make_model("llama")
     # If no layer matches, the message names the existing ones.
-    for name, saying in (("query", "q_proj"), ("lm_head", "lm_head"), ("mlp", "mlp")):
-        with raises(ConfigError, "target-modules-unusable", saying=saying):
+    for name, containing in (("query", "q_proj"), ("lm_head", "lm_head"), ("mlp", "mlp")):
+        with raises(ConfigError, "target-modules-unusable", containing=containing):
             match_target_modules(model, [name])
 
 
@@ -157,5 +157,5 @@ def test_adapter_of_a_model_with_a_head_fits_the_encoder(tmp_path: Path) -> None
 
 def test_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
     write_adapter(tmp_path / "adapter", start("gpt2"))
-    with raises(AdapterError, "adapter-does-not-fit", saying="transformer.h.0"):
+    with raises(AdapterError, "adapter-does-not-fit", containing="transformer.h.0"):
         start("llama", start_adapter=tmp_path / "adapter")

@@ -37,7 +37,7 @@ def test_blocks_of_every_architecture_are_located(architecture: str) -> None:
 
 
 def test_a_model_without_blocks_is_refused() -> None:
-    with raises(ConfigError, "layers-not-countable", saying="Sequential"):
+    with raises(ConfigError, "layers-not-countable", containing="Sequential"):
         block_names(nn.Sequential(nn.Linear(2, 2)))
 
 
@@ -47,7 +47,7 @@ def test_the_outer_of_nested_lists_has_the_blocks() -> None:
     assert block_names(model) == ["layers.0"]
 
 
-NAMES = [f"model.layers.{block}.self_attn.{kind}_proj" for block in (0, 1) for kind in "qv"]
+NAMES = [f"model.layers.{block}.self_attn.{projection}_proj" for block in (0, 1) for projection in "qv"]
 
 
 def test_top_blocks_are_the_last_ones() -> None:
@@ -74,7 +74,7 @@ def test_top_blocks_are_the_last_ones() -> None:
     ],
 )
 def test_a_choice_without_blocks_is_refused(choice: str, code: str) -> None:
-    with raises(ConfigError, code, saying=choice):
+    with raises(ConfigError, code, containing=choice):
         in_top_blocks(make_model("llama"), NAMES, choice)
 
 
@@ -91,7 +91,7 @@ def test_whole_blocks_below_some_layers_are_counted() -> None:
 
 
 def test_a_start_adapter_excludes_adapt_layers() -> None:
-    with raises(ConfigError, "settings-unusable", saying="adapt_layers is top:1"):
+    with raises(ConfigError, "settings-unusable", containing="adapt_layers is top:1"):
         ExportConfig(model="llama", out=Path("unused"), start_adapter=Path("adapter"), adapt_layers="top:1")
 
 

@@ -35,7 +35,7 @@ def error(weight: torch.Tensor, rounded: torch.Tensor, states: torch.Tensor) -> 
     return float((states @ (rounded - weight).T).square().mean() / (states @ weight.T).square().mean())
 
 
-def test_codes_equal_the_papers_column_by_column() -> None:
+def test_codes_equal_those_of_the_papers_column_by_column_algorithm() -> None:
     """The reference updates the inverse by Gaussian elimination after each column (equation 3), in
     float64."""
     weight, states = layer()

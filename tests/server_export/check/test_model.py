@@ -160,7 +160,7 @@ def test_a_model_that_transformers_cant_run_is_refused(
         raise ValueError("shapes don't fit")
 
     monkeypatch.setattr("transformers.LlamaModel.forward", broken)
-    with raises(Refusal, "model-fails-in-transformers", saying="ValueError: shapes don't fit"):
+    with raises(Refusal, "model-fails-in-transformers", containing="ValueError: shapes don't fit"):
         compare_with_model(chain, str(folder), None)
 
 
@@ -182,5 +182,5 @@ def test_unexpected_weights_are_refused(make: Callable[[Path], Path], tmp_path: 
     weights = folder / "model.safetensors"
     prefix = "bert" if make is classifier else "model"
     save_file({**load_file(weights), f"{prefix}.spare": torch.zeros(3)}, weights, metadata={"format": "pt"})
-    with raises(Refusal, "weights-incomplete", saying=f"{prefix}.spare"):
+    with raises(Refusal, "weights-incomplete", containing=f"{prefix}.spare"):
         compare(folder)

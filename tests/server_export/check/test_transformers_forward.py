@@ -27,15 +27,15 @@ def save_broken(folder: Path) -> Path:
 
 
 def test_an_estimate_of_a_model_that_fails_in_transformers_is_refused(tmp_path: Path) -> None:
-    with raises(Refusal, "model-fails-in-transformers", saying="Zamba2ForCausalLM raises RuntimeError"):
+    with raises(Refusal, "model-fails-in-transformers", containing="Zamba2ForCausalLM raises RuntimeError"):
         estimate.main(["--model", str(save_broken(tmp_path))])
 
 
-@pytest.mark.parametrize("most", [transformers_forward.MAX_PARAMETERS, 0], ids=["values", "shapes"])
+@pytest.mark.parametrize("max_parameters", [transformers_forward.MAX_PARAMETERS, 0], ids=["values", "shapes"])
 def test_a_model_runs_with_random_weights_or_if_it_is_large_with_shapes(
-    most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    max_parameters: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transformers_forward, "MAX_PARAMETERS", most)
+    monkeypatch.setattr(transformers_forward, "MAX_PARAMETERS", max_parameters)
     broken = load_meta_model(str(save_broken(tmp_path / "broken")))
     assert isinstance(transformers_failure(type(broken.model), broken.config), RuntimeError)
     for name in ("llama", "bert"):

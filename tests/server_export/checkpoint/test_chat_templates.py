@@ -51,10 +51,10 @@ TEXTS = st.text("abcdefgh YesNo.?!1:\n", max_size=30).filter(lambda text: text.s
 
 
 @cache
-def tokenizer_of(kind: str, ends: bool = True, prepend_bos: PrependBos = "never") -> Tokenizer:
+def tokenizer_of(tokenizer_name: str, ends: bool = True, prepend_bos: PrependBos = "never") -> Tokenizer:
     """Return the tokenizer with the plain template as a device loads it."""
     special = {"bos_token": "<s>"} | ({"eos_token": "</s>"} if ends else {})
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=BACKENDS[kind](), **special)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=BACKENDS[tokenizer_name](), **special)
     set_chat_template(tokenizer, PLAIN, prepend_bos)
     return device_tokenizer(tokenizer, prepend_bos, SIZE)
 
@@ -86,13 +86,13 @@ def tokens_and_targets(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> 
 
 
 @pytest.mark.parametrize("ends", [True, False], ids=["end token", "no end token"])
-@pytest.mark.parametrize("kind", BACKENDS)
+@pytest.mark.parametrize("tokenizer_name", BACKENDS)
 @given(question=TEXTS, answer=TEXTS, more=TEXTS)
 @settings(max_examples=15)
 def test_only_the_answers_and_their_ends_are_targets(
-    kind: str, ends: bool, question: str, answer: str, more: str
+    tokenizer_name: str, ends: bool, question: str, answer: str, more: str
 ) -> None:
-    tokenizer = tokenizer_of(kind, ends)
+    tokenizer = tokenizer_of(tokenizer_name, ends)
     tokens, targets = tokens_and_targets(tokenizer, conversation(question, answer, more, answer))
     for turn in (conversation(question), conversation(question, answer, more)):
         # The prompt of an answer is the same in generation as in training.
@@ -106,12 +106,12 @@ def test_only_the_answers_and_their_ends_are_targets(
         assert tokens[-1] == tokenizer.eos_id and len(tokens) - 1 in targets
 
 
-@pytest.mark.parametrize("kind", BACKENDS)
-def test_generation_stops_at_the_trained_end_of_an_answer(kind: str) -> None:
-    prompt = Prompts(tokenizer_of(kind)).encode_messages(conversation("no"))
-    assert prompt.ends == {tokenizer_of(kind).eos_id} and not prompt.stop
-    line = "\n" if kind in ("byte level", "prefixed", "byte fallback") else " "
-    prompt = Prompts(tokenizer_of(kind, ends=False)).encode_messages(conversation("no"))
+@pytest.mark.parametrize("tokenizer_name", BACKENDS)
+def test_generation_stops_at_the_trained_end_of_an_answer(tokenizer_name: str) -> None:
+    prompt = Prompts(tokenizer_of(tokenizer_name)).encode_messages(conversation("no"))
+    assert prompt.ends == {tokenizer_of(tokenizer_name).eos_id} and not prompt.stop
+    line = "\n" if tokenizer_name in ("byte level", "prefixed", "byte fallback") else " "
+    prompt = Prompts(tokenizer_of(tokenizer_name, ends=False)).encode_messages(conversation("no"))
     assert not prompt.ends and prompt.stop == (f"{line}User:",)
 
 
@@ -131,11 +131,11 @@ def test_the_plain_template_renders_roles_and_ends() -> None:
 def test_transformers_renders_the_same_text() -> None:
     tokenizer: Any = make_tokenizer()
     set_chat_template(tokenizer, PLAIN, "always")
-    ours = Prompts(device_tokenizer(tokenizer, "always", SIZE)).chat
-    assert ours is not None
+    chat = Prompts(device_tokenizer(tokenizer, "always", SIZE)).chat
+    assert chat is not None
     messages = conversation("a", "b", "c")
     expected = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert ours.render(messages, add_generation_prompt=True) == expected
+    assert chat.render(messages, add_generation_prompt=True) == expected
 
 
 def test_a_tokenizer_keeps_its_template_unless_one_is_set(tmp_path: Path) -> None:
@@ -165,11 +165,11 @@ def test_a_tokenizer_keeps_its_template_unless_one_is_set(tmp_path: Path) -> Non
 )
 def test_a_file_that_renders_no_conversation_is_refused(source: str, why: str, tmp_path: Path) -> None:
     (tmp_path / "chat.jinja").write_text(source)
-    with raises(ConfigError, "chat-template-unusable", saying="chat.jinja") as refused:
+    with raises(ConfigError, "chat-template-unusable", containing="chat.jinja") as refused:
         set_chat_template(make_tokenizer(), str(tmp_path / "chat.jinja"), "auto")
     assert why in refused.value.problems[0]
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    with raises(ConfigError, "chat-template-unreadable", saying="none.jinja"):
+    with raises(ConfigError, "chat-template-unreadable", containing="none.jinja"):
         set_chat_template(make_tokenizer(), str(tmp_path / "none.jinja"), "auto")

@@ -90,7 +90,7 @@ def test_a_damaged_index_is_refused(tmp_path: Path, content: str) -> None:
 def test_pickles_are_not_read(tmp_path: Path) -> None:
     folder = write_model(tmp_path)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with raises(Refusal, "no-weights", saying="pytorch_model.bin"):
+    with raises(Refusal, "no-weights", containing="pytorch_model.bin"):
         stored_numel(find_files(str(folder)))
 
 
@@ -117,7 +117,7 @@ def test_eos_ids_come_from_both_configurations(tmp_path: Path) -> None:
 def test_a_damaged_generation_configuration_is_refused(tmp_path: Path, content: str, value: str) -> None:
     files = find_files(str(write_model(tmp_path)))
     (tmp_path / "generation_config.json").write_text(content)
-    with raises(Refusal, "file-damaged", saying=value):
+    with raises(Refusal, "file-damaged", containing=value):
         eos_token_ids(files)
 
 
@@ -204,7 +204,7 @@ def test_folders_without_a_model_are_refused(tmp_path: Path) -> None:
     with refusal("not-a-transformers-model"):
         find_files(str(tmp_path))
     (write_model(tmp_path) / "adapter_config.json").write_text("{}")
-    with raises(Refusal, "not-a-transformers-model", saying="adapter_config.json"):
+    with raises(Refusal, "not-a-transformers-model", containing="adapter_config.json"):
         find_files(str(tmp_path))
     with refusal("no-such-model"):
         find_files(str(tmp_path / "none"))

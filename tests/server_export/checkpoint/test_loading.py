@@ -227,8 +227,7 @@ def test_unusable_weights_are_refused(change: Callable[[Path], object], code: st
 
 CODE = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
 # Changes of a configuration, the code of its refusal (empty if the model without weights can be made), and
-# the
-# code of the refusal when its weights are loaded.
+# the code of the refusal when its weights are loaded.
 HOSTILE: list[tuple[dict[str, Any], str, str]] = [
     ({"hidden_size": 63}, "not-a-transformers-model", ""),
     ({"hidden_size": 1 << 24, "vocab_size": 1 << 24}, "", "weights-of-another-model"),

@@ -35,7 +35,7 @@ def test_shards_load_as_one_model(tied: bool, tmp_path: Path, monkeypatch: pytes
     assert bool(torch.equal(weight, model.get_input_embeddings().weight)) == tied
 
 
-def test_parameter_counts_are_the_published_ones() -> None:
+def test_parameter_counts_equal_the_published_ones() -> None:
     """Parameter counts match the names of the architectures."""
     counts = {"smollm2-360m": 361_821_120, "qwen2-0.5b": 494_032_768, "qwen3-1.7b": 1_720_574_976}
     for name, count in counts.items():
@@ -53,5 +53,5 @@ def test_a_random_model_is_a_temporary_folder(tmp_path: Path) -> None:
     plain = ExportConfig("somewhere", str(tmp_path / "out"))
     with random_models.with_random_model(plain) as resolved:
         assert resolved is plain
-    with raises(ConfigError, "no-such-architecture", saying="random:qwen"):
+    with raises(ConfigError, "no-such-architecture", containing="random:qwen"):
         random_models.random_model_config("qwen", None)

@@ -52,7 +52,7 @@ def test_a_head_with_another_name_is_located(tmp_path: Path) -> None:
 
 
 def test_tensors_that_are_stored_separately_are_converted(tmp_path: Path) -> None:
-    """Experts are stored one by one; the model stacks them in one tensor."""
+    """The checkpoint stores experts one by one; the model stacks them in one tensor."""
     import transformers
 
     from server_export.checkpoint.tensor_names import WeightShapes, tensor_sources

@@ -50,7 +50,7 @@ class Adapted(nn.Module):
 
 
 def inputs(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns hidden states, an adapter [1, rank, out] and the gradient of the output."""
+    """Return hidden states, an adapter [1, rank, out] and the gradient of the output."""
     shapes = (ROWS, LENGTH, WIDTH), (1, RANK, WIDTH), (ROWS, LENGTH, WIDTH)
     state, lora_b, grad_output = (random(*shape, seed=seed, dtype=dtype) for seed, shape in enumerate(shapes))
     return state, lora_b, grad_output
@@ -65,7 +65,7 @@ def outputs_of(
 
 
 def by_autograd(module: nn.Module) -> tuple[torch.Tensor, ...]:
-    """Returns the gradients of hidden states and adapter."""
+    """Return the gradients of hidden states and adapter."""
     state, lora_b, grad_output = inputs()
     state.requires_grad_(), lora_b.requires_grad_()
     grad_state, grad_adapter = torch.autograd.grad(module(state, lora_b), (state, lora_b), grad_output)
@@ -234,7 +234,7 @@ class Head(nn.Module):
 
 
 def test_small_probabilities_pass_a_quantized_head_backward() -> None:
-    """If they were rounded to 0, the same error would occur at all positions."""
+    """If small probabilities were rounded to 0, the same error would occur at all positions."""
     from torchao.quantization import Int8DynamicActivationIntxWeightConfig, PerAxis, quantize_
 
     head = Head()
@@ -254,11 +254,11 @@ def test_small_probabilities_pass_a_quantized_head_backward() -> None:
     state.requires_grad_()
     SoftmaxParts.apply(head.layer(state), shift, index).backward(grad_output)
     assert state.grad is not None and not grad_state[:, :3].any()
-    for actual, reference, least in (
+    for actual, reference, min_similarity in (
         (grad_state, state.grad, 0.999),
         (grad_state.sum(1), state.grad.sum(1), 0.985),
     ):
-        assert float(F.cosine_similarity(actual.ravel(), reference.ravel(), dim=0)) > least
+        assert float(F.cosine_similarity(actual.ravel(), reference.ravel(), dim=0)) > min_similarity
         assert float(actual.norm() / reference.norm()) == pytest.approx(1, abs=0.05)
 
 
@@ -269,7 +269,7 @@ def test_an_input_without_influence_is_named() -> None:
     shapes = torch.randn(2, 3, 4), torch.randn(1, 2, 4)
     graph_module = rewritten_graph(Function(lambda state, matrix: state * 2), shapes)
     state, matrix = inputs_of(graph_module)
-    with raises(Refusal, "independent-of-adapter", saying=matrix):
+    with raises(Refusal, "independent-of-adapter", containing=matrix):
         backpropagate(graph_module, [state, matrix], [matrix], 3)
 
 
@@ -280,7 +280,7 @@ def test_rounding_outside_a_layer_is_refused_instead_of_stopping_the_gradient() 
         weight = graph_module.graph.call_function(aten.mul.Tensor, (last.args[1], 1.0))
     weight.meta["val"] = last.args[1].meta["val"]
     last.update_arg(1, weight)
-    with raises(Refusal, "quantized-outside-layers", saying="torchao."):
+    with raises(Refusal, "quantized-outside-layers", containing="torchao."):
         backpropagate(graph_module, ["state"], [], LENGTH)
 
 

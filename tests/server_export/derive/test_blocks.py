@@ -52,7 +52,7 @@ class Derived:
     inputs: Tensors
 
     def call(self, role: str, changes: Mapping[str, torch.Tensor] | None = None) -> list[torch.Tensor]:
-        """Returns the outputs of a role, with autograd for inputs that require gradients."""
+        """Return the outputs of a role, with autograd for inputs that require gradients."""
         inputs = self.inputs | dict(changes or {})
         if role != JVP:
             # In the backward roles every row has a copy.
@@ -89,7 +89,7 @@ def chain_of(architecture: str, folder: Path, scheme: str, rank: int, trains_a: 
 
 
 def derived_of(architecture: str, folder: Path, scheme: str = "fp32", rank: int = RANK) -> list[Derived]:
-    """Returns the block types of a tiny model, with the weights of the first block of each.
+    """Return the block types of a tiny model, with the weights of the first block of each.
 
     If the name of the architecture ends in ` lora`, both adapter matrices are trained.
     """
@@ -99,7 +99,7 @@ def derived_of(architecture: str, folder: Path, scheme: str = "fp32", rank: int 
 
 
 def with_weights(chain: ModelChain, number: int) -> Block:
-    """Returns the block of a type with the tensors of one block."""
+    """Return the block of a type with the tensors of one block."""
     block = chain.block_types[chain.type_of[number]].block
     for name, tensor in chain.tensors(number).items():
         get_attribute(block.graph_module, name).copy_(tensor)
@@ -132,7 +132,7 @@ def derived(chain: ModelChain, number: int) -> Derived:
 
 
 def gradients_of(of_type: Derived, grad_output: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Returns the output, and autograd's gradients of hidden states and adapter."""
+    """Return the output, and autograd's gradients of hidden states and adapter."""
     differentiated = {
         name: of_type.inputs[name].clone().requires_grad_() for name in ("hidden_states", *of_type.adapter)
     }
@@ -150,7 +150,7 @@ def gradients_of(of_type: Derived, grad_output: torch.Tensor) -> tuple[torch.Ten
         *second_tier(("llama", 1), ("bert", 1)),
     ],
 )
-def test_gradients_are_those_of_autograd_for_each_row_of_the_adapter(
+def test_gradients_equal_autograds_for_each_row_of_the_adapter(
     architecture: str, rank: int, tmp_path: Path
 ) -> None:
     for of_type in derived_of(architecture, tmp_path, rank=rank):
@@ -170,7 +170,7 @@ def test_gradients_are_those_of_autograd_for_each_row_of_the_adapter(
 
 
 def linear_layers(block: Block) -> list[str]:
-    """Returns the names of the weights with more than one row that a block multiplies by."""
+    """Return the names of the weights with more than one row that a block multiplies by."""
     graph = block.graph_module.graph
     weights = [node.args[1] for node in graph.find_nodes(op="call_function", target=aten.linear.default)]
     read = [weight if weight.op == "get_attr" else weight.args[0] for weight in weights]

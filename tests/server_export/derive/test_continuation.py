@@ -64,7 +64,7 @@ class Derived:
         self.members, self.window = causal.members, causal.window
 
     def shape(self, value: str) -> torch.Size:
-        """Returns the shape of an input of a chunk that holds the past."""
+        """Return the shape of an input of a chunk that holds the past."""
         shape: torch.Size = self.blocks[PREFILL].inputs[Port(value)].meta["val"].shape
         return shape
 
@@ -83,7 +83,7 @@ class Derived:
         }
 
     def mask(self, start: int, end: int) -> torch.Tensor:
-        """Returns the mask of tokens [start, end) over all tokens up to `end`: [members x tokens, end]."""
+        """Return the mask of tokens [start, end) over all tokens up to `end`: [members x tokens, end]."""
         table = next(table for table in self.tables if table.type == "causal")
         return table.of(end)[:, start:].reshape(-1, end)
 
@@ -138,7 +138,7 @@ def test_later_tokens_have_the_outputs_of_the_whole_sequence(architecture: str, 
 @pytest.mark.parametrize(
     "architecture", ["llama", *second_tier(*(name for name in DECODERS if name != "llama"))]
 )
-def test_the_backward_pass_in_chunks_is_that_of_the_whole(architecture: str, tmp_path: Path) -> None:
+def test_the_backward_pass_in_chunks_equals_that_of_the_whole_row(architecture: str, tmp_path: Path) -> None:
     """The last chunk comes first: it returns gradients of the keys and values of the chunk before it."""
     block = Derived(architecture, tmp_path)
     state, grad_output = (random(1, LENGTH, block.width, seed=seed).float() for seed in range(2))

@@ -40,7 +40,7 @@ class Gated(nn.Module):
 
 
 def parts(changing: tuple[str, ...] = ()) -> tuple[PartitionedGraphs, dict[str, torch.Tensor]]:
-    """Returns the parts of the module's joint graph, and inputs by name."""
+    """Return the parts of the module's joint graph, and inputs by name."""
     module = Gated()
     state, lora_b, grad_output = (
         random(*shape, seed=9, dtype=torch.float32)

@@ -85,7 +85,7 @@ class Derived:
         return list(self.blocks[role].call({**inputs, **arguments}).values())
 
     def one_by_one(self, state: torch.Tensor, adapter: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Returns the output with token-by-token recurrences, which autograd differentiates."""
+        """Return the output with token-by-token recurrences, which autograd differentiates."""
         named = {f"lora_b.{self.modules[int(name.partition('.')[2])]}": m for name, m in adapter.items()}
         return EagerBlock(self.chain, self.number).compute(state, adapter=named, operators=ONE_BY_ONE)
 
@@ -93,7 +93,7 @@ class Derived:
         return {f"table.{number}": table.of(LENGTH) for number, table in enumerate(self.tables)}
 
     def extra_inputs(self, start: int, end: int, rows: int = 1) -> Tensors:
-        """Returns the tables of a chunk and the masks of its attention."""
+        """Return the tables of a chunk and the masks of its attention."""
         arguments: Tensors = {}
         for number, table in enumerate(self.tables):
             is_by_position = table.type in ("rotary", "positions", "zeros")
@@ -118,7 +118,7 @@ def block(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def in_chunks(block: Derived, state: torch.Tensor) -> tuple[torch.Tensor, list[Tensors]]:
-    """Returns the outputs of the chunks of a row, and recurrent states and past before each chunk."""
+    """Return the outputs of the chunks of a row, and recurrent states and past before each chunk."""
     outputs, known_before, states = [], [], dict(block.recurrent_states)
     known = {n: torch.zeros(block.shapes[n][0], 0, block.shapes[n][2]) for n in PASTS if n in block.shapes}
     for start, end in CHUNKS:
@@ -175,7 +175,7 @@ def test_chunks_and_single_tokens_continue_the_sequence(block: Derived) -> None:
 
 
 @pytest.mark.parametrize("block", ALL, indirect=True)
-def test_gradients_are_autograds_at_once_and_in_chunks(block: Derived) -> None:
+def test_gradients_equal_autograds_at_once_and_in_chunks(block: Derived) -> None:
     state, grad_output = (random(1, LENGTH, block.width, seed=seed).float() for seed in range(2))
     matrices = {name: m.clone().requires_grad_() for name, m in block.adapter.items()}
     differentiated = state.clone().requires_grad_()

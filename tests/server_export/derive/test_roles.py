@@ -54,7 +54,7 @@ def test_graphs_have_the_ports_of_their_roles_signature(tmp_path: Path) -> None:
             assert outputs == expected.output_names
 
 
-def test_a_role_that_no_program_has_can_be_derived(tmp_path: Path) -> None:
+def test_a_role_that_no_bundle_contains_can_be_derived(tmp_path: Path) -> None:
     """A chunk's forward pass that returns residuals, and the backward pass from these."""
     save, backward_saved = (Role(View.CHUNK, each) for each in (Derivative.SAVE, Derivative.BACKWARD_SAVED))
     assert not {save, backward_saved} & {*ROLE_OF.values()}

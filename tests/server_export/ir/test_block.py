@@ -17,7 +17,7 @@ WIDTH, RANK = 8, 2
 
 
 def adapted_block() -> Block:
-    """Hidden states [copies x batch, tokens, width] through a frozen layer, with an adapter for each copy."""
+    """Return a block of a frozen layer and an adapter per copy, for [copies x batch, tokens, width]."""
     graph = Graph()
     rows = COPIES * BATCH
     state = new_input(graph, Port("hidden_states"), torch.empty(rows, TOKENS, WIDTH, device="meta"))
@@ -60,14 +60,14 @@ def test_tensors_replace_those_of_the_graph() -> None:
 
 
 def test_inputs_of_layers_can_be_observed_and_operators_replaced() -> None:
-    seen: list[tuple[list[str], torch.Tensor]] = []
+    calls: list[tuple[list[str], torch.Tensor]] = []
     state, none = torch.randn(3, 2, WIDTH), torch.zeros(1, WIDTH, WIDTH)
     adapted_block().call(
         {"hidden_states": state, "lora_b.0": none},
-        watch=lambda names, value: seen.append(([*names], value)),
+        watch=lambda names, value: calls.append(([*names], value)),
         operators={aten.linear.default: lambda source, weight: source},
     )
-    ((names, value),) = seen
+    ((names, value),) = calls
     assert names == ["weight"] and torch.equal(value, state)
 
 

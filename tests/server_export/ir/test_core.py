@@ -39,7 +39,7 @@ CASES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], set[str]]] = {
 
 @pytest.fixture(scope="module")
 def outputs() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """By name, the outputs of the graph of core operators and of the engine, for all cases in one graph."""
+    """Return the outputs of each case by the graph of core operators and by the engine."""
     results = dict[str, tuple[torch.Tensor, torch.Tensor]]()
     for is_delegated in (True, False):
         names = [name for name, (_, outside) in CASES.items() if is_delegated != bool(outside)]

@@ -17,7 +17,7 @@ SIZES = (1, 2, 4, 8)
 
 
 def random_inputs(tokens: int, has_own_decays: bool, strongest: float) -> list[Any]:
-    """Returns inputs of a recurrence with the delta rule; decays go down to the logarithm -`strongest`."""
+    """Return inputs of a recurrence with the delta rule; decays go down to the logarithm -`strongest`."""
     torch.manual_seed(tokens)
     query, key = torch.randn(2, ROWS, tokens, WIDTH)
     key = torch.nn.functional.normalize(key, dim=-1)
@@ -36,7 +36,7 @@ def random_inputs(tokens: int, has_own_decays: bool, strongest: float) -> list[A
 
 
 def at_once(values: list[Any]) -> torch.Tensor:
-    """Returns the output of the recurrence as `expand` writes it."""
+    """Return the output of the recurrence as `expand` writes it."""
     graph, flat = Graph(), list[torch.Tensor]()
 
     def placeholder(value: Any) -> Any:

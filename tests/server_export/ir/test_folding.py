@@ -29,7 +29,7 @@ X = torch.linspace(-1, 1, 12).reshape(3, 4)
 
 
 def folded(function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> tuple[GraphModule, list[str]]:
-    """Returns the folded graph of a function, and the names of its operators."""
+    """Return the folded graph of a function, and the names of its operators."""
     module = Tables(function)
     graph_module = torch.export.export(module, (X,)).module(check_guards=False)
     fold_constants(graph_module, GraphConstants(graph_module))

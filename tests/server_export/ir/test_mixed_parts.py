@@ -19,7 +19,7 @@ Tensors = list[torch.Tensor]
 
 
 def random_inputs(sizes: tuple[int, ...]) -> Tensors:
-    """Returns the scores and the values of both parts."""
+    """Return the scores and the values of both parts."""
     heads, queries, past, tokens, width = sizes
     shapes = (heads, queries, past), (heads, queries, tokens), (heads, past, width), (heads, tokens, width)
     return [random(*shape, seed=seed) for seed, shape in enumerate(shapes)]

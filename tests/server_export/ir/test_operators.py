@@ -37,7 +37,7 @@ X = random(ROWS, WIDTH, dtype=torch.float32)
 
 @pytest.fixture(autouse=True)
 def table() -> Iterator[None]:
-    """Restores the rows of the table after a test has added some."""
+    """Restore the rows of the table after a test has added some."""
     before = dict(TABLE)
     yield
     TABLE.clear()
@@ -69,7 +69,7 @@ def test_an_operator_with_a_rewrite_rule_needs_nothing_else() -> None:
 
 @torch.library.custom_op("tests::bump", mutates_args=())
 def bump(x: torch.Tensor) -> torch.Tensor:
-    """Returns exp(-x^2), as a library operator without a derivative."""
+    """Return exp(-x^2), as a library operator without a derivative."""
     return torch.exp(-x * x)
 
 
@@ -98,7 +98,7 @@ class InPyTorch(Bumps):
 
 
 def derivative(w: Calls, x: Any, y: Any) -> Any:
-    """Returns -2 x y for the argument x and the result y."""
+    """Return -2 x y for the argument x and the result y."""
     return w.times(w.times(x, y), -2.0)
 
 

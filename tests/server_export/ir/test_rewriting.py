@@ -27,7 +27,7 @@ def traced(module: nn.Module, *inputs: torch.Tensor) -> GraphModule:
 
 
 def operators(graph_module: GraphModule) -> list[str]:
-    """Returns the names of the operators in order, without their overloads."""
+    """Return the names of the operators in order, without their overloads."""
     return [
         str(node.target).split(".")[1] if "." in str(node.target) else "getitem"
         for node in graph_module.graph.nodes

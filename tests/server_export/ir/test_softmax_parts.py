@@ -13,7 +13,7 @@ Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def random_inputs(shape: tuple[int, ...], dtype: torch.dtype = torch.float64) -> Inputs:
-    """Returns logits of a shape, a shift and an index [..., 1] into the last dimension."""
+    """Return logits of a shape, a shift and an index [..., 1] into the last dimension."""
     generator = torch.Generator().manual_seed(sum(shape))
     one = (*shape[:-1], 1)
     logits, shift = (5 * torch.randn(s, generator=generator, dtype=dtype) for s in (shape, one))

@@ -63,7 +63,7 @@ def test_a_long_sum_is_computed_in_chunks(tangents: GraphTangents, width: int, l
 
 
 def wide_operators(module: nn.Module) -> int:
-    """Returns how many operators of a module's graph process all tangents of a [2, 4] input."""
+    """Return how many operators of a module's graph process all tangents of a [2, 4] input."""
     graph = with_tangents(module, (random(2, 4),), queries=QUERIES)
     shapes = shapes_of(graph, (random(2, 4), random(QUERIES, 2, 4)))
     return sum(node.op == "call_function" and shape[0] >= QUERIES for node, shape in shapes.items())
@@ -87,7 +87,7 @@ FORMS = ("plain", "with a factor", "interleaved", "interleaved and flat")
 
 
 def dual_in(form: str, tangents: GraphTangents, value: torch.Tensor) -> tuple[Dual, tuple[torch.Tensor, ...]]:
-    """Returns a dual of `value` [1 + queries, *shape] in one form, and the inputs of its graph."""
+    """Return a dual of `value` [1 + queries, *shape] in one form, and the inputs of its graph."""
     shape, primal, tangent_values = value.shape[1:], value[:1], value[1:]
     factor = torch.full_like(primal, 2)
     if form == "with a factor":

@@ -13,7 +13,7 @@ aten = torch.ops.aten
 
 @pytest.fixture
 def nodes() -> dict[str, Node]:
-    """a -> flat -> b -> c, d -> c -> output, and e, which nothing reads."""
+    """Return nodes by name: a -> flat -> b -> c, d -> c -> output, and e, which nothing reads."""
     graph = Graph()
     a, d = graph.placeholder("a"), graph.placeholder("d")
     flat = graph.call_function(aten.reshape.default, (a, [-1]))

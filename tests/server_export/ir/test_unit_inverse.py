@@ -14,7 +14,7 @@ from tests.server_export.derive.jvp.graphs import Function, random
 
 
 def tables(count: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Returns the diagonal matrix of ones, and the masks of the halves of blocks of up to `count` rows."""
+    """Return the diagonal matrix of ones, and the masks of the halves of blocks of up to `count` rows."""
     sizes = [2**power for power in range(max(1, (count - 1).bit_length()))]
     halves = [torch.from_numpy(relation("halves", count, size, None)) for size in sizes]
     return torch.from_numpy(relation("behind", count, 0, 1)), halves

@@ -257,7 +257,7 @@ def test_constants_of_one_method_are_in_the_file_only_with_that_method(tmp_path:
 
 @pytest.fixture(scope="module")
 def lowered() -> tuple[LoweredBlockType, dict[str, torch.Tensor]]:
-    """A block type with an int4 layer, and the constants of a block."""
+    """Return a block type with an int4 layer, and the constants of a block."""
     exported = program(quantized(Layer(), "8da4w"), meta(*HIDDEN_STATES))
     return lower_block_type({"score": exported}, SIZES.values()), tensors(exported)
 
@@ -308,7 +308,7 @@ def test_scales_of_float32_are_stored_as_bfloat16() -> None:
 def test_an_unknown_layout_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(LAYOUTS, "int4")
     exported = program(quantized(Layer(), "8da4w"), meta(*HIDDEN_STATES))
-    with raises(Refusal, "unknown-constant", saying="256 bytes"):
+    with raises(Refusal, "unknown-constant", containing="256 bytes"):
         lower_block_type({"score": exported}, SIZES.values())
 
 
@@ -338,10 +338,10 @@ def test_constants_that_differ_from_the_block_type_are_named(
         ({n: t for n, t in weights.items() if n != name}, "constant-missing", name),
         ({**weights, fixed: weights[fixed] + 1}, "constant-differs-from-program", fixed),
     ):
-        with raises(Refusal, code, saying=wrong):
+        with raises(Refusal, code, containing=wrong):
             block_type.weights.write(tmp_path / "block.ptd", changed)
         assert not (tmp_path / "block.ptd").exists()
-    with raises(Refusal, "constant-of-another-shape", saying=name):
+    with raises(Refusal, "constant-of-another-shape", containing=name):
         block_type.weights.write(tmp_path / "block.ptd", {**weights, name: torch.zeros(3)})
 
 
@@ -354,7 +354,7 @@ def test_a_weight_that_another_operator_reads_is_refused() -> None:
         def forward(self, state: torch.Tensor) -> torch.Tensor:
             return F.linear(state, self.weight) * self.weight
 
-    with raises(Refusal, "weight-read-otherwise", saying="weight"):
+    with raises(Refusal, "weight-read-otherwise", containing="weight"):
         lower_block_type(
             {"score": program(Tied().requires_grad_(False), meta(*HIDDEN_STATES))}, SIZES.values()
         )

@@ -66,7 +66,7 @@ def cached(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, LoweredBlock
 
 @pytest.fixture
 def filled(cached: tuple[Path, LoweredBlockType], tmp_path: Path) -> LoweredBlockType:
-    """The block type in the cache `tmp_path / "cache"`."""
+    """Return the block type in the cache `tmp_path / "cache"`."""
     shutil.copytree(cached[0], tmp_path / "cache")
     return cached[1]
 
@@ -74,7 +74,7 @@ def filled(cached: tuple[Path, LoweredBlockType], tmp_path: Path) -> LoweredBloc
 def test_the_same_graph_with_other_weights_is_a_hit(
     filled: LoweredBlockType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch.export doesn't even trace it."""
+    """With a cached program, torch.export doesn't even trace the block."""
     monkeypatch.setattr(cache, "lower_block_type", None)
     monkeypatch.setattr(SizedMethod, "program", None)
     block = Layer(seed=1)
@@ -95,7 +95,7 @@ def test_the_same_graph_with_other_weights_is_a_hit(
         (Layer(), "forward", {"size": Size(10007, 3, 1, 9)}),
         (Layer(), "forward", {"split_methods": ("forward",)}),
     ],
-    ids=["number", "width", "name", "bound", "pieces"],
+    ids=["number", "width", "name", "bound", "split methods"],
 )
 def test_a_program_is_lowered_again_if_something_it_depends_on_changes(
     filled: LoweredBlockType,
@@ -169,7 +169,7 @@ def test_the_cache_has_no_weights(tmp_path: Path) -> None:
 
 def test_a_block_of_another_shape_is_refused(filled: LoweredBlockType, tmp_path: Path) -> None:
     block_type, _ = lower(tmp_path / "cache", methods(Layer()))
-    with raises(Refusal, "constant-of-another-shape", saying="layer.weight"):
+    with raises(Refusal, "constant-of-another-shape", containing="layer.weight"):
         block_type.weights.write(
             tmp_path / "x.ptd", {"layer.weight": torch.zeros(1, 1), "layer.bias": torch.zeros(1)}
         )

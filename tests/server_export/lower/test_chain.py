@@ -55,7 +55,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def upper(model: Path, tmp_path_factory: pytest.TempPathFactory) -> WrittenChain:
-    """A model with adapters only in its last block."""
+    """Return a model with adapters only in its last block."""
     return write_chain(model, tmp_path_factory.mktemp("upper") / "bundle", [LAYERS - 1], [JVP, BACKWARD])
 
 
@@ -109,7 +109,7 @@ def test_a_damaged_weights_file_is_detected(upper: WrittenChain, tmp_path: Path,
 def test_a_program_that_the_engine_refuses_is_an_error(upper: WrittenChain, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(upper.folder, tmp_path / "bundle"))
     shutil.copy(folder / upper.lowered.programs[0].file, folder / upper.lowered.programs[1].file)
-    with raises(Refusal, "refused-by-engine", saying="block.pte in the role forward"):
+    with raises(Refusal, "refused-by-engine", containing="block.pte in the role forward"):
         verify_chain(upper.chain, upper.lowered, folder, "fp32")
 
 
@@ -120,5 +120,5 @@ def test_a_program_whose_tensors_differ_from_its_specs_is_refused(upper: Written
     check_specs(program, described)
     for spec in (TensorSpec("float32", (8, 4, 16, 32)), TensorSpec("int64", (8, 4, 16, WIDTH))):
         other = replace(method, input_specs=(spec, *method.input_specs[1:]))
-        with raises(Refusal, "other-tensors", saying="block.pte"):
+        with raises(Refusal, "other-tensors", containing="block.pte"):
             check_specs(program, replace(described, methods={FORWARD: other}))

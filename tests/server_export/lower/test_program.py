@@ -45,7 +45,7 @@ def test_methods_compute_what_their_modules_do(tmp_path: Path, scheme: str, tole
         torch.testing.assert_close(output, modules[name](*inputs[name]), atol=tolerance, rtol=0)
 
 
-def test_what_the_engine_refuses_is_an_error(tmp_path: Path) -> None:
+def test_a_program_that_the_engine_refuses_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "program.pte"
     write_program(path, {"forward": (nn.ReLU().eval(), (X,))})
     with refusal("engine-refuses-program"):

@@ -75,7 +75,7 @@ def attention() -> torch.fx.GraphModule:
     return with_weights(traced(Attention(), *shapes))
 
 
-def test_it_is_the_program_that_torch_exports_with_dynamic_sizes(attention: torch.fx.GraphModule) -> None:
+def test_the_program_equals_that_of_torch_export_with_dynamic_sizes(attention: torch.fx.GraphModule) -> None:
     program = dynamic_program(attention, {"rows": ROWS, "tokens": TOKENS})
     module = Attention()
     module.load_state_dict(dict(attention.state_dict()))
@@ -113,7 +113,7 @@ def test_a_size_that_no_input_has_is_refused() -> None:
         def forward(self, state: torch.Tensor) -> torch.Tensor:
             return state.expand(ROWS.marker, WIDTH)
 
-    with raises(Refusal, "size-without-input", saying="rows"):
+    with raises(Refusal, "size-without-input", containing="rows"):
         dynamic_program(traced(Spread(), (1, WIDTH)), {"rows": ROWS})
 
 
@@ -146,5 +146,5 @@ def test_a_constant_with_a_size_is_refused() -> None:
         def forward(self, state: torch.Tensor) -> torch.Tensor:
             return state + self.mask
 
-    with raises(Refusal, "constant-with-size", saying="mask"):
+    with raises(Refusal, "constant-with-size", containing="mask"):
         dynamic_program(traced(Masked(), (ROWS.marker, TOKENS.marker)), {"rows": ROWS, "tokens": TOKENS})

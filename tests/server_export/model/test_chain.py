@@ -88,9 +88,9 @@ def test_a_large_table_is_quantized_in_parts_of_its_rows(
     chain = chain_of(folder, scheme="8da8w")
     codes, scales = int8_rows(chain.weights.read("model.embed_tokens.weight"))
     monkeypatch.setattr(chain.weights, "read", refuse_whole(chain.weights.read))
-    found = chain.tensors(0)
-    assert torch.equal(found["model_model_embed_tokens_weight_codes"], codes)
-    assert torch.equal(found["model_model_embed_tokens_weight_scale"], scales)
+    tensors = chain.tensors(0)
+    assert torch.equal(tensors["model_model_embed_tokens_weight_codes"], codes)
+    assert torch.equal(tensors["model_model_embed_tokens_weight_scale"], scales)
 
 
 def refuse_whole(read: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -116,7 +116,7 @@ def test_rotations_are_not_quantized(folder: Path) -> None:
 @pytest.mark.parametrize(
     "folder", ["deberta-v2", *second_tier("mpnet", "modernbert", "albert")], indirect=True
 )
-def test_encoders_with_relative_positions(folder: Path) -> None:
+def test_encoders_with_relative_positions_are_exported(folder: Path) -> None:
     """Rows are longer than windows and buckets. Layers that read tables of distances can't be adapted."""
     names = [
         name for name, _ in load_meta_model(str(folder)).model.named_modules() if name.endswith("query_proj")
@@ -144,7 +144,7 @@ _UNUSUAL = {
 @pytest.mark.parametrize(
     "model_type", ["convbert", *second_tier(*(name for name in _UNUSUAL if name != "convbert"))]
 )
-def test_encoders_with_unusual_forwards(model_type: str, tmp_path: Path) -> None:
+def test_encoders_with_unusual_forwards_are_exported(model_type: str, tmp_path: Path) -> None:
     make_tiny(model_type).save_pretrained(tmp_path)
     chain = build_chain(
         load_meta_model(str(tmp_path)), find_files(str(tmp_path)), start_of(tmp_path), longest=LONGEST
@@ -152,13 +152,13 @@ def test_encoders_with_unusual_forwards(model_type: str, tmp_path: Path) -> None
     assert compare_with_model(chain, str(tmp_path), None).difference < 1e-5
 
 
-def test_the_encoder_of_an_encoder_decoder_model(tmp_path: Path) -> None:
+def test_the_encoder_of_an_encoder_decoder_model_is_exported(tmp_path: Path) -> None:
     """The encoder of a T5 checkpoint is exported if its configuration names only the encoder."""
     config = transformers.T5Config(
         vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=3, num_heads=4, decoder_start_token_id=0
     )
     transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path)
-    with raises(Refusal, "encoder-decoder", saying="T5EncoderModel"):
+    with raises(Refusal, "encoder-decoder", containing="T5EncoderModel"):
         load_meta_model(str(tmp_path))
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "architectures": ["T5EncoderModel"]}))
@@ -230,7 +230,7 @@ def test_layers_whose_adapter_peft_does_not_load_are_not_adapted(
         return {name.split(".")[depth] for name in start_adapter(config, outline, False).lora_a}
 
     assert adapted() == adapted("all-linear") == others
-    with raises(ConfigError, "target-modules-refused-by-peft", saying=model_type) as caught:
+    with raises(ConfigError, "target-modules-refused-by-peft", containing=model_type) as caught:
         adapted(refused)
     assert refused in str(caught.value)
 
@@ -261,7 +261,7 @@ def test_complex_numbers_are_refused(tmp_path: Path) -> None:
 def test_texts_with_more_tokens_than_an_indexer_selects_are_refused(tmp_path: Path) -> None:
     make_tiny("deepseek_v32").save_pretrained(tmp_path)
     outline = load_meta_model(str(tmp_path))
-    with raises(Refusal, "indexer-budget", saying="--context 64"):
+    with raises(Refusal, "indexer-budget", containing="--context 64"):
         build_chain(outline, find_files(str(tmp_path)), {}, longest=65)
     linear = match_target_modules(outline.model, "all-linear", unadapted_modules(outline.model))
     assert linear and not any("indexer" in name for name in linear)
@@ -271,10 +271,10 @@ def test_a_causal_mask_of_the_longest_row_is_never_allocated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The mask would take 256 MB for rows of 8,192 tokens in each layer."""
-    made, of = list[str](), ModelTable.of
+    types, of = list[str](), ModelTable.of
 
     def watched(table: ModelTable, length: int) -> torch.Tensor:
-        made.append(table.type)
+        types.append(table.type)
         return of(table, length)
 
     monkeypatch.setattr(ModelTable, "of", watched)
@@ -282,13 +282,13 @@ def test_a_causal_mask_of_the_longest_row_is_never_allocated(
     build_chain(
         load_meta_model(str(tmp_path)), find_files(str(tmp_path)), start_of(tmp_path), longest=LONGEST
     )
-    assert "causal" not in made
+    assert "causal" not in types
 
 
 def test_texts_longer_than_a_chunk_of_attention_are_refused(tmp_path: Path) -> None:
     make_tiny("llama4_text").save_pretrained(tmp_path)
     outline = load_meta_model(str(tmp_path))
     outline.config.attention_chunk_size = 32
-    with raises(Refusal, "attention-chunk", saying="64") as caught:
+    with raises(Refusal, "attention-chunk", containing="64") as caught:
         build_chain(outline, find_files(str(tmp_path)), start_of(tmp_path), longest=LONGEST)
     assert caught.value.remedy == "Export it with --context 32."

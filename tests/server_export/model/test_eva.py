@@ -72,7 +72,7 @@ def test_spread_ranks_keep_the_number_of_parameters_and_the_scale(folder: Path) 
 
 
 def test_rows_with_fewer_directions_than_the_rank_are_refused(folder: Path) -> None:
-    with raises(DataError, "directions-too-few", saying="--init-rows") as caught:
+    with raises(DataError, "directions-too-few", containing="--init-rows") as caught:
         init_from_rows(folder, rows=[[5, 9]])
     assert all(number in caught.value.problems[0] for number in ("2 directions", "the rank is 3"))
 
@@ -122,5 +122,5 @@ def test_rows_of_a_task_are_its_prompts(tmp_path: Path) -> None:
 
 
 def test_unusable_rows_are_refused(tmp_path: Path) -> None:
-    with raises(DataError, "form-unknown", saying="other"):
+    with raises(DataError, "form-unknown", containing="other"):
         rows_of(tmp_path, [{"other": "abc"}])

@@ -81,13 +81,13 @@ class Hub:
                 self.files[name][value["path"]] = self.objects[value["oid"]]
         return 200, {"commitUrl": f"{self.address}/{name}/commit/1", "commitOid": "1"}
 
-    def _created(self, wanted: dict[str, Any]) -> tuple[int, Any]:
-        name = f"{wanted['organization']}/{wanted['name']}"
-        if wanted["organization"] != OWNER:
+    def _created(self, repository: dict[str, Any]) -> tuple[int, Any]:
+        name = f"{repository['organization']}/{repository['name']}"
+        if repository["organization"] != OWNER:
             return 403, {"error": "You don't have the rights to create a model under this namespace"}
         if name in self.private:
             return 409, {"error": "You already created this model repo"}
-        self.private[name] = wanted["visibility"] == "private"
+        self.private[name] = repository["visibility"] == "private"
         self.files[name] = {}
         return 200, {"url": f"{self.address}/{name}"}
 

@@ -42,7 +42,7 @@ QUERY, DOWN = "encoder.layer.0.attention.self.query", "encoder.layer.0.output.de
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a `model`, and an adapter of it, `trained`."""
+    """Return a folder with a `model`, and an adapter of it, `trained`."""
     folder = tmp_path_factory.mktemp("encoder")
     trained_adapter(save_model(folder / "model", "bert", **SHALLOW["bert"]), folder / "trained", size=0.1)
     return folder
@@ -75,7 +75,7 @@ def test_a_program_is_compared_with_its_model(base: Path, tmp_path: Path, scheme
     assert manifest["type"] == "inference" and manifest["manifest_sha256"] == manifest_sha256(manifest)
     assert manifest["verification"] == {**built.checks, "rows": 3}
     assert manifest["files"][PROGRAM]["sha256"] == file_sha256(tmp_path / PROGRAM)
-    with raises(BundleError, "bundle-format", saying="has format 1"):
+    with raises(BundleError, "bundle-format", containing="has format 1"):
         open_bundle(tmp_path)
 
 
@@ -130,13 +130,15 @@ def test_layers_are_rounded_as_the_bundle_has_them(base: Path) -> None:
 def test_a_layer_of_another_shape_than_the_bundles_is_refused(base: Path) -> None:
     int4_weight = Int4Weight(torch.zeros(64, 32, dtype=torch.int8), torch.ones(64, 1).bfloat16())
     chain = chain_with(base, BundleLayers((), {QUERY: int4_weight}))
-    with raises(BundleError, "layer-of-another-shape", saying=f"{QUERY} is [64, 32] in the bundle, [64, 64]"):
+    with raises(
+        BundleError, "layer-of-another-shape", containing=f"{QUERY} is [64, 32] in the bundle, [64, 64]"
+    ):
         for number in range(len(chain.blocks)):
             chain.tensors(number)
 
 
 def test_rows_that_are_longer_than_the_models_positions_are_refused(base: Path, tmp_path: Path) -> None:
-    with raises(ConfigError, "positions-too-few", saying="sequence_length is 65"):
+    with raises(ConfigError, "positions-too-few", containing="sequence_length is 65"):
         build(base, tmp_path, EncoderSpec(65))
 
 
@@ -166,7 +168,7 @@ _TYPES = {
     "model_type", ["roberta", *second_tier(*(name for name in _TYPES if name != "roberta"))]
 )
 @pytest.mark.parametrize("scheme", ["fp32", *second_tier("8da8w")])
-def test_encoders_of_other_types(tmp_path: Path, model_type: str, scheme: str) -> None:
+def test_encoders_of_other_types_are_published(tmp_path: Path, model_type: str, scheme: str) -> None:
     make_tiny(model_type).save_pretrained(tmp_path / "model")
     loaded = load_model(str(tmp_path / "model"), pooled=True)
     built = build_encoder(tmp_path, loaded, NO_ADAPTER, EncoderSpec(LENGTH, "first", scheme))
@@ -186,9 +188,9 @@ def test_the_layers_of_a_checkpoints_own_head(tmp_path: Path, model_type: str) -
 
 def test_outputs_that_are_not_finite_are_refused() -> None:
     outputs, ones, exact = torch.tensor([[1.0, float("nan")]]), torch.ones(1, 2), torch.tensor([[0.0, 1.0]])
-    with raises(BundleError, "differs-from-model", saying="nan"):
+    with raises(BundleError, "differs-from-model", containing="nan"):
         check_exact("program", outputs, ones)
-    with raises(BundleError, "differs-from-quantized-model", saying="nan"):
+    with raises(BundleError, "differs-from-quantized-model", containing="nan"):
         check_quantized(outputs, ones, exact, exact)
 
 

@@ -37,7 +37,7 @@ def to_transformers_order(lora_b: Any, heads: int) -> Any:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3", "gemma3", "phi3", "gpt2"])
-def test_it_is_read_back_as_it_was_trained(tmp_path: Path, architecture: str) -> None:
+def test_a_gguf_adapter_reads_back_as_it_was_trained(tmp_path: Path, architecture: str) -> None:
     base = save_model(tmp_path / "base", architecture)
     trained = trained_adapter(base, tmp_path / "trained")
     flags = ["--model", str(base), "--format", "gguf", "--out", str(tmp_path / "out")]
@@ -128,5 +128,5 @@ def test_unsupported_modules_are_refused(
 
     lora_a, lora_b = np.ones((1, 4), np.float32), np.ones((4, 1), np.float32)
     adapter = PeftAdapter({"r": 1, "lora_alpha": 1}, {module: lora_a}, {module: lora_b})
-    with raises(BundleError, code, saying=shown):
+    with raises(BundleError, code, containing=shown):
         write_gguf(tmp_path / "a.gguf", adapter, make_config(architecture))

@@ -18,7 +18,7 @@ Publish = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A trained adapter."""
+    """Return a trained adapter."""
     root = tmp_path_factory.mktemp("trained")
     return trained_adapter(save_model(root / "llama", "llama"), root / "adapter")
 
@@ -31,9 +31,9 @@ def hub() -> Iterator[Hub]:
 
 @pytest.fixture
 def publish(trained: Path, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Publish:
-    """Runs the verb with a token, and sees that it is shown and written nowhere."""
+    """Return a function that runs the verb with a token, and checks that the token is written nowhere."""
 
-    def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
         variables = {
             "HF_ENDPOINT": hub.address,
             "HF_TOKEN": TOKEN,
@@ -43,7 +43,7 @@ def publish(trained: Path, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyP
         }
         with monkeypatch.context() as patch:
             give_environment(patch, **{**variables, **environment})
-            done = prge("publish", trained, "--out", "out", *words, check=False, cwd=tmp_path)
+            done = prge("publish", trained, "--out", "out", *arguments, check=False, cwd=tmp_path)
         assert TOKEN not in done.stdout + done.stderr
         written = [path for path in tmp_path.rglob("*") if path.is_file()]
         assert not any(TOKEN in path.read_text(errors="replace") for path in written)
@@ -53,11 +53,11 @@ def publish(trained: Path, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyP
     return run
 
 
-@pytest.mark.parametrize(("words", "private"), [([], True), (["--public"], False)])
-def test_a_folder_is_pushed_whole_into_a_repository_that_is_private_unless_told_otherwise(
-    publish: Publish, hub: Hub, tmp_path: Path, words: list[str], private: bool
+@pytest.mark.parametrize(("arguments", "private"), [([], True), (["--public"], False)])
+def test_a_whole_folder_is_pushed_into_a_repository_that_is_private_by_default(
+    publish: Publish, hub: Hub, tmp_path: Path, arguments: list[str], private: bool
 ) -> None:
-    done = publish("--push", "me/tuned", *words)
+    done = publish("--push", "me/tuned", *arguments)
     assert (done.returncode, done.stdout) == (0, f"{hub.address}/me/tuned\n"), done.stderr
     assert hub.private == {"me/tuned": private}
     written = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
@@ -66,7 +66,7 @@ def test_a_folder_is_pushed_whole_into_a_repository_that_is_private_unless_told_
 
 
 @pytest.mark.parametrize(
-    ("words", "environment", "expected"),
+    ("arguments", "environment", "expected"),
     [
         (["me/tuned"], {"HF_TOKEN": ""}, "--push needs a token of the hub, and there is none.\n  Create one"),
         (["me/tuned"], {"HF_TOKEN": "wrong"}, "the hub answers 401: "),
@@ -90,18 +90,23 @@ def test_a_folder_is_pushed_whole_into_a_repository_that_is_private_unless_told_
         (["me/shown", "--overwrite"], {}, "me/shown exists, and everybody can read it.\n  Give --public"),
     ],
 )
-def test_what_can_t_be_pushed_is_refused_before_anything_is_made(
-    publish: Publish, hub: Hub, tmp_path: Path, words: list[str], environment: dict[str, str], expected: str
+def test_an_impossible_push_is_refused_before_anything_is_written(
+    publish: Publish,
+    hub: Hub,
+    tmp_path: Path,
+    arguments: list[str],
+    environment: dict[str, str],
+    expected: str,
 ) -> None:
     hub.private = {"me/there": True, "me/shown": False}
-    done = publish("--push", *words, **environment)
+    done = publish("--push", *arguments, **environment)
     assert done.returncode == 2
     assert expected in done.stderr
     assert not (tmp_path / "out").exists()
     assert all(method == "GET" for method, _ in hub.requests)
 
 
-def test_a_repository_that_exists_gets_a_further_commit_if_told_so(publish: Publish, hub: Hub) -> None:
+def test_overwrite_adds_a_commit_to_an_existing_repository(publish: Publish, hub: Hub) -> None:
     hub.private, hub.files = {"me/there": True}, {"me/there": {"notes.txt": b"mine"}}
     done = publish("--push", "me/there", "--overwrite")
     assert done.returncode == 0, done.stderr
@@ -117,7 +122,7 @@ def test_a_repository_that_exists_gets_a_further_commit_if_told_so(publish: Publ
         ({"/lfs/": 403}, "Cannot push to me/tuned: "),
     ],
 )
-def test_what_fails_on_the_way_leaves_the_folder_and_says_how_to_go_on(
+def test_a_failed_push_leaves_the_folder_and_is_repeated_with_overwrite(
     publish: Publish, hub: Hub, tmp_path: Path, refused: dict[str, int], expected: str
 ) -> None:
     hub.refused = refused
@@ -131,5 +136,5 @@ def test_what_fails_on_the_way_leaves_the_folder_and_says_how_to_go_on(
     assert hub.private == {"me/tuned": True} and "adapter_model.safetensors" in hub.files["me/tuned"]
 
 
-def test_public_belongs_to_push(publish: Publish) -> None:
+def test_public_needs_push(publish: Publish) -> None:
     assert "--public belongs to --push" in publish("--public").stderr

@@ -34,13 +34,13 @@ def published(base: Path, root: Path, *settings: str) -> Path:
 
 def in_runner(folder: Path, prompt: str) -> str:
     manifest = json.loads((folder / "manifest.json").read_text())
-    pieces: list[str] = []
+    chunks: list[str] = []
     generation = runner.GenerationConfig(
         max_new_tokens=NEW, temperature=0.0, echo=False, num_bos=manifest["tokenizer"]["num_bos"]
     )
     stock = runner.TextLLMRunner(str(folder / "program.pte"), str(folder / "tokenizer.json"))
-    stock.generate(prompt, generation, pieces.append)
-    return "".join(pieces)
+    stock.generate(prompt, generation, chunks.append)
+    return "".join(chunks)
 
 
 def in_transformers(folder: Path, prompt: str) -> str:
@@ -61,7 +61,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return published(DEMO, tmp_path_factory.mktemp("demo"))
 
 
-def test_the_stock_runner_writes_what_transformers_does(demo: Path) -> None:
+def test_the_stock_runner_generates_the_same_text_as_transformers(demo: Path) -> None:
     prompts = ("Once upon a time", "The little dog was very happy, because it was a sunny day. " * 3)
     for prompt in prompts:
         text = in_runner(demo, prompt)
@@ -69,7 +69,7 @@ def test_the_stock_runner_writes_what_transformers_does(demo: Path) -> None:
         assert text != in_transformers(DEMO, prompt), "the adapter changes nothing"
 
 
-def test_the_folder_has_what_an_app_needs(demo: Path) -> None:
+def test_the_folder_has_all_files_that_an_app_needs(demo: Path) -> None:
     manifest = json.loads((demo / "manifest.json").read_text())
     assert set(manifest["files"]) == {"program.pte", "tokenizer.json", "README.md"}
     assert manifest["runner"] == {
@@ -123,7 +123,7 @@ def test_positions_that_depend_on_data_are_refused(tmp_path: Path) -> None:
         build_llm(tmp_path, prepare_model(make_model("opt"), "opt", True), LlmSpec(8, "fp32", None, ()))
 
 
-def test_all_tokens_that_end_a_text_are_found() -> None:
+def test_all_tokens_that_end_a_text_are_listed() -> None:
     model, tokenizer = make_model("llama"), make_tokenizer()
     assert bos_and_eos_ids(model, tokenizer) == (1, (2,))
     model.generation_config.eos_token_id = [5, 2, 7]
@@ -136,7 +136,7 @@ def test_all_tokens_that_end_a_text_are_found() -> None:
 
 
 def test_a_cache_of_a_few_tokens_is_refused() -> None:
-    with raises(ConfigError, "sequence-too-short", saying="sequence_length is 6"):
+    with raises(ConfigError, "sequence-too-short", containing="sequence_length is 6"):
         LlmSpec(6, "fp32", None, ())
 
 

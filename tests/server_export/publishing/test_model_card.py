@@ -79,7 +79,7 @@ def test_the_token_that_texts_begin_with_is_in_the_prompt(format: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("estimator", "tag", "words"),
+    ("estimator", "tag", "sentence"),
     [
         (
             "tangent",
@@ -91,11 +91,11 @@ def test_the_token_that_texts_begin_with_is_in_the_prompt(format: str) -> None:
         ("exact", "backpropagation", "Exact gradients"),
     ],
 )
-def test_the_estimator_is_described(estimator: str, tag: str, words: str) -> None:
+def test_the_estimator_is_described(estimator: str, tag: str, sentence: str) -> None:
     text = card(estimator)
     tags = {line[2:] for line in text.split("---")[1].splitlines() if line.startswith("- ")}
     assert tags == {"lora", "prge", tag}
-    assert words in text
+    assert sentence in text
     assert ("forward passes only" in text) == (estimator != "exact")
     assert ("| epsilon" in text) == (estimator in ("antithetic", "fzoo"))
     assert ("| queries" in text) == (estimator != "exact")
@@ -150,7 +150,7 @@ def test_a_hub_id_without_a_commit_is_shown_if_it_comes_from_the_hub(
         assert "base_model" not in card("tangent", BaseModel(name))
 
 
-def test_it_shows_the_amount_of_training_and_the_step_of_the_adapter() -> None:
+def test_a_card_shows_the_amount_of_training_and_the_step_of_the_adapter() -> None:
     text = card("tangent", quantization={"scheme": "8da4w"})
     for expected in (
         "7 steps on 90 training examples, of which the adapter is that after step 5; ",
@@ -182,7 +182,7 @@ def test_a_damaged_summary_is_empty(tmp_path: Any, content: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "sentence"),
     [
         ({"format": "peft"}, "With the original weights of the base model answers can differ"),
         ({"format": "gguf"}, "`prge publish --format merged` writes a model with the weights"),
@@ -196,10 +196,12 @@ def test_a_damaged_summary_is_empty(tmp_path: Any, content: str) -> None:
         ({"format": "llm", "scheme": "8da4w"}, ""),
     ],
 )
-def test_it_shows_which_weights_the_adapter_was_trained_with(changes: Mapping[str, Any], words: str) -> None:
+def test_a_card_shows_which_weights_the_adapter_was_trained_with(
+    changes: Mapping[str, Any], sentence: str
+) -> None:
     text = " ".join(card("exact", changes=changes, quantization={"scheme": "8da4w"}).split())
     trained_against = (
         "trained and scored against frozen weights that are rounded to 8da4w, in an engine that rounds"
     )
-    assert (trained_against in text) == bool(words) and words in text
+    assert (trained_against in text) == bool(sentence) and sentence in text
     assert trained_against not in " ".join(card("exact").split())

@@ -35,7 +35,7 @@ def test_layers_that_groups_do_not_divide_fall_back_and_are_listed() -> None:
     assert layers.up_proj.weight.block_size == (1, 32)
 
 
-def test_vocabulary_head_is_int8_beside_int4_layers() -> None:
+def test_vocabulary_head_is_int8_next_to_int4_layers() -> None:
     model, report = quantized("llama", "8da4w")
     assert report.per_channel == ("lm_head",)
     assert model.lm_head.weight.target_dtype == torch.int8

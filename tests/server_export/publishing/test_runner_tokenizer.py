@@ -60,10 +60,10 @@ def test_a_byte_level_tokenizer_is_unchanged(tmp_path: Path) -> None:
     assert "".join(map(opened(tmp_path).decode, tokenizer.encode(TEXT))) == TEXT
 
 
-def test_what_the_runner_cannot_read_is_refused(tmp_path: Path) -> None:
+def test_tokenizers_that_the_runner_cannot_read_are_refused(tmp_path: Path) -> None:
     from tokenizers import normalizers
 
     tokenizer = make_tokenizer()
     tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
-    with raises(BundleError, "tokenizer-unreadable", saying="normalizer Lowercase"):
+    with raises(BundleError, "tokenizer-unreadable", containing="normalizer Lowercase"):
         write_runner_tokenizer(tokenizer, tmp_path, False)

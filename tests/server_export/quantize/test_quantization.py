@@ -25,12 +25,12 @@ torch.set_num_threads(1)
 
 @pytest.mark.parametrize("scheme", ["int8wo", "8w", "4w", "int4wo", "INT8_WEIGHT_ONLY"])
 def test_weight_only_quantization_is_refused_with_the_reason(scheme: str) -> None:
-    with raises(ConfigError, "settings-unusable", saying="drops their scales"):
+    with raises(ConfigError, "settings-unusable", containing="drops their scales"):
         ExportConfig("llama", Path("unused"), quantize=scheme)
 
 
 def test_an_unknown_scheme_is_refused() -> None:
-    with raises(ConfigError, "settings-unusable", saying="fp32, 8da8w, 8da4w"):
+    with raises(ConfigError, "settings-unusable", containing="fp32, 8da8w, 8da4w"):
         ExportConfig("llama", Path("unused"), quantize="int3")
 
 
@@ -59,5 +59,5 @@ def test_layers_of_a_bundle_keep_its_codes_and_bits() -> None:
 
 def test_a_layer_of_another_shape_is_refused() -> None:
     bundle_codes = Int4Weight(torch.zeros(4, 32, dtype=torch.int8), torch.ones(4, 1).bfloat16())
-    with raises(BundleError, "layer-of-another-shape", saying="0 is [4, 32] in the bundle, [4, 64]"):
+    with raises(BundleError, "layer-of-another-shape", containing="0 is [4, 32] in the bundle, [4, 64]"):
         quantize_layers(nn.Sequential(nn.Linear(64, 4)), "8da4w", BundleLayers((), {"0": bundle_codes}))

@@ -33,7 +33,7 @@ RANK = 2
 def model_graph(
     function: Callable, *inputs: torch.Tensor, longest: int = 9, decoder: bool = True
 ) -> ModelGraph:
-    """Returns the graph of a function as if a model had been traced."""
+    """Return the graph of a function as if a model had been traced."""
     program = torch.export.export(Function(function), inputs, strict=False)
     model: Any = torch.nn.Module()
     model.config = SimpleNamespace()
@@ -41,7 +41,7 @@ def model_graph(
 
 
 def with_tables(function: Callable, width: int, longest: int, decoder: bool) -> ModelGraph:
-    """Returns the graph of a function of states [rows, tokens, width] after the passes of a whole graph."""
+    """Return the graph of a function of states [rows, tokens, width] after the passes of a whole graph."""
     with torch.device("meta"):
         states = torch.empty(BATCH, TOKENS, width)
         graph = model_graph(function, states, longest=longest, decoder=decoder)
@@ -52,7 +52,7 @@ def with_tables(function: Callable, width: int, longest: int, decoder: bool) -> 
 
 
 def chain_in(folder: Path, longest: int = 16, changes: Changes | None = None) -> ModelChain:
-    """Returns the chain of the model in a folder, with an adapter on its default layers."""
+    """Return the chain of the model in a folder, with an adapter on its default layers."""
     outline, files = load_meta_model(str(folder)), find_files(str(folder))
     model = outline.model
     transposed, unread = linearize_conv1d(model), unadapted_modules(model)

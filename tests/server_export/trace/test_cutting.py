@@ -62,7 +62,7 @@ def blocks_of(model: Model, adapted: int = 0) -> tuple[GraphModule, list[ModelBl
 
 
 def matrices_of(names: Sequence[str]) -> dict[str, Matrix]:
-    """Returns placeholders as matrices of an adapter, each of a layer with the placeholder's name."""
+    """Return placeholders as matrices of an adapter, each of a layer with the placeholder's name."""
     return {name: Matrix("b", name, WIDTH, WIDTH) for name in names}
 
 
@@ -91,13 +91,13 @@ def test_repeated_stretches_are_blocks_of_one_type() -> None:
     assert blocks[2].weights == tuple(f"layers.1.{name}.weight" for name in ("mix", "up", "down"))
 
 
-def test_an_adapter_makes_another_type_of_the_same_stretch() -> None:
+def test_an_adapter_gives_the_same_stretch_another_type() -> None:
     _, blocks = blocks_of(Model(*(Layer() for _ in range(4))), adapted=2)
     assert block_types(blocks) == [0, 1, 1, 3, 3, 5]
     assert [len(block.modules) for block in blocks] == [0, 0, 0, 1, 1, 0]
 
 
-def test_another_number_makes_another_type() -> None:
+def test_another_number_gives_another_type() -> None:
     _, blocks = blocks_of(Model(Layer(), Layer(0.5), Layer()))
     assert block_types(blocks) == [0, 1, 2, 1, 4]
 

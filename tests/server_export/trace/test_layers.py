@@ -27,8 +27,12 @@ class Layer(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         first = streams[0]
         keys = keys if self.keys is None else self.keys(first)
-        seen = torch.bmm(torch.softmax(torch.bmm(first, keys.transpose(1, 2)), -1), keys)
-        mixed = self.mix(seen * own_input) if lora_b is None else self.mix(seen * own_input) + seen @ lora_b
+        attended = torch.bmm(torch.softmax(torch.bmm(first, keys.transpose(1, 2)), -1), keys)
+        mixed = (
+            self.mix(attended * own_input)
+            if lora_b is None
+            else self.mix(attended * own_input) + attended @ lora_b
+        )
         streams = streams * torch.tensor(0.5).sqrt()
         streams[1:] += mixed
         return streams, keys
@@ -82,7 +86,7 @@ def test_the_blocks_in_order_compute_the_model(adapted: int) -> None:
 
 
 def test_shared_values_come_from_the_block_that_computes_them() -> None:
-    """Shared are each layer's part of one value, and keys; the last block starts at a single live value."""
+    """Blocks share each layer's part of one value, and keys; the last block starts at a single live value."""
     _, blocks, _ = cut_model(4)
     assert [len(block.shared_out) for block in blocks] == [4, 0, 1, 0, 0, 0, 0]
     assert [block.shared_in for block in blocks] == [(), (0,), (1,), (2, 4), (3, 4), (), ()]

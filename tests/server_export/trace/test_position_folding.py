@@ -81,5 +81,5 @@ def test_values_of_pairs_of_positions_are_refused() -> None:
         positions = torch.arange(state.shape[1], device=state.device).float()
         return torch.softmax(state @ state.mT + torch.sin(positions[:, None] * positions), -1)
 
-    with raises(Refusal, "computed-of-positions", saying="[9, 9] torch.float32"):
+    with raises(Refusal, "computed-of-positions", containing="[9, 9] torch.float32"):
         folded(with_noise)

@@ -14,7 +14,7 @@ from tests.tiny_types import POSITIONS, make_tiny
 
 @pytest.mark.parametrize(("model_type", "first"), [("bert", 0), ("roberta", 2), ("nystromformer", 2)])
 def test_the_first_position_id_is_the_models(model_type: str, first: int, tmp_path: Path) -> None:
-    """RoBERTa counts from after its padding token, Nystromformer from two in a table with two more rows."""
+    """RoBERTa counts from after its padding token, Nystromformer from 2 in a table with 2 more rows."""
     model = make_tiny(model_type)
     assert first_position(model) == first
     count = position_count(LoadedModel(model, model_type, None, False))
@@ -23,7 +23,7 @@ def test_the_first_position_id_is_the_models(model_type: str, first: int, tmp_pa
 
 
 def test_a_model_without_a_limit_has_any_number_of_positions() -> None:
-    """XLNet sets -1."""
+    """XLNet's configuration has -1 as its limit."""
     model = make_model("llama")
     assert position_count(LoadedModel(model, "llama", None, True)) == POSITIONS
     model.config.max_position_embeddings = -1

@@ -25,7 +25,7 @@ def printed(**changes: Any) -> str:
     return "\n".join(result_lines(Path("tuned"), RESULT | changes))
 
 
-def test_it_prints_whether_sampled_completions_changed() -> None:
+def test_the_end_shows_whether_sampled_completions_changed() -> None:
     def samples(*after: str) -> dict[str, Any]:
         prompts = ["one", "two"]
         return {
@@ -38,7 +38,7 @@ def test_it_prints_whether_sampled_completions_changed() -> None:
     assert "sampled answers" not in printed()
 
 
-def test_it_prints_which_weights_the_adapter_was_trained_with() -> None:
+def test_the_end_shows_which_weights_the_adapter_was_trained_with() -> None:
     text = printed(quantization="8da4w")
     assert "trained and scored against weights in 8da4w" in text
     assert "prge publish tuned --format merged" in text

@@ -88,7 +88,7 @@ def test_few_rows_of_a_class_are_never_held_out(fewest: int | None, folds: int |
 
 
 PACE = Pace(start=2.0, step=1.0, evaluation=0.5)
-MOST = Decision("steps", 500, "")
+MAX_STEPS = Decision("steps", 500, "")
 
 
 @pytest.mark.parametrize("searched", [False, True])
@@ -96,11 +96,11 @@ MOST = Decision("steps", 500, "")
 def test_the_steps_fit_into_the_time_left_with_all_starts_and_evaluations(
     spent: float, searched: bool
 ) -> None:
-    by_name = {each.name: each for each in decisions.steps_in(30, spent, PACE, MOST, searched)}
+    by_name = {each.name: each for each in decisions.steps_in(30, spent, PACE, MAX_STEPS, searched)}
     steps, left = by_name["steps"], max(1_800 - spent, 600)
     searched = searched and "learning_rate" not in by_name
     assert decisions.training_seconds(steps.value, PACE, searched) <= left
-    if steps != MOST:
+    if steps != MAX_STEPS:
         assert decisions.training_seconds(steps.value + 2, PACE, searched) > 0.9 * left
 
 
@@ -110,7 +110,7 @@ def test_training_gets_a_third_of_the_minutes_even_after_a_long_export() -> None
 
 
 def test_the_time_of_a_search_includes_all_of_its_runs() -> None:
-    """For 120 steps: at most six runs of 10 steps and three of 30, each with a start and two evaluations."""
+    """With 120 steps there are at most six runs of 10 steps and three of 30, with two evaluations each."""
     runs = 6 * (2 + 10 + 1) + 3 * (2 + 30 + 1)
     final = 2 + 120 + 11 * 0.5
     assert decisions.training_seconds(120, PACE, searched=True) == runs + final
@@ -118,17 +118,17 @@ def test_the_time_of_a_search_includes_all_of_its_runs() -> None:
 
 
 def test_without_time_for_a_search_the_reason_is_given() -> None:
-    steps, rate = decisions.steps_in(2, 60.0, PACE, MOST, searched=True)
+    steps, rate = decisions.steps_in(2, 60.0, PACE, MAX_STEPS, searched=True)
     assert "1 min 0 s left" in steps.why
     assert rate.name == "learning_rate" and "2 minutes leave no time" in rate.why
     assert 30 < steps.value < 60
-    assert decisions.steps_in(0.01, 60.0, PACE, MOST, searched=True)[0].value == 1
+    assert decisions.steps_in(0.01, 60.0, PACE, MAX_STEPS, searched=True)[0].value == 1
 
 
 def test_a_pace_excludes_the_time_of_fitting_heads() -> None:
     """The time until the first step includes fitting heads; the rest of it is the start."""
-    taken = [49.0 + 0.8 * step for step in range(1, 11)]
-    pace = decisions.pace(taken, heads=48.0, evaluation=2.0, whole=48 + 2 + 8 + 5)
+    seconds = [49.0 + 0.8 * step for step in range(1, 11)]
+    pace = decisions.pace(seconds, heads=48.0, evaluation=2.0, whole=48 + 2 + 8 + 5)
     assert pace.step == pytest.approx(0.8) and pace.start == pytest.approx(5)
     assert decisions.pace([49.0], 48.0, 0.0, 50.0).step == pytest.approx(1)
 
@@ -159,7 +159,7 @@ def test_the_chosen_batch_size_needs_no_more_than_the_limit(limit: int, batch: i
 
 def test_too_little_memory_names_the_minimum() -> None:
     unlimited = decisions.Decision("batch_size", 8, "")
-    with raises(ConfigError, "memory-too-little", saying="--memory 200 bytes") as caught:
+    with raises(ConfigError, "memory-too-little", containing="--memory 200 bytes") as caught:
         decisions.within_memory(unlimited, 200, needed(100, 1000))
     assert caught.value.problems[0].endswith(" 1 MB")
 
@@ -185,7 +185,7 @@ def test_the_best_rate_is_that_of_the_longest_trials() -> None:
 
 
 def test_rates_that_all_diverge_are_an_error() -> None:
-    with raises(ConfigError, "all-rates-diverged", saying="0.001, 0.01"):
+    with raises(ConfigError, "all-rates-diverged", containing="0.001, 0.01"):
         decisions.best_rate([(0.001, 10, math.inf), (0.01, 10, math.inf)])
 
 

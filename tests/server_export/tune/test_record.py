@@ -40,7 +40,7 @@ def decided(record: Record) -> list[str]:
     return [each.name for each in record.decisions]
 
 
-def test_nothing_is_written_before_it_is_kept(settings: TuneSettings) -> None:
+def test_a_record_writes_nothing_before_it_is_kept(settings: TuneSettings) -> None:
     record = Record(settings)
     record.decide(Decision("quantize", "fp32", "small"))
     assert record.fact("fact", lambda: 3) == 3
@@ -69,7 +69,7 @@ def test_settings_of_existing_runs_may_not_change(settings: TuneSettings) -> Non
     kept_record(settings, "search/0.01-8/journal.jsonl")
     assert decided(Record(replace(settings, learning_rate=0.1))) == ["quantize", "batch_size"]
     for changes in ({"steps": 7}, {"data": Path("/other")}, {"batch_size": 2}):
-        with raises(ConfigError, "settings-changed", saying=next(iter(changes))):
+        with raises(ConfigError, "settings-changed", containing=next(iter(changes))):
             Record(replace(settings, learning_rate=0.1, **changes))
 
 
@@ -91,7 +91,7 @@ def test_settings_that_an_earlier_version_lacked_had_their_defaults(settings: Tu
     del content["settings"]["weight_decay"], content["settings"]["loss_normalisation"]
     path.write_text(json.dumps(content))
     assert Record(settings).is_kept
-    with raises(ConfigError, "settings-changed", saying="weight_decay was 0.0, is 0.1"):
+    with raises(ConfigError, "settings-changed", containing="weight_decay was 0.0, is 0.1"):
         Record(replace(settings, weight_decay=0.1))
 
 
@@ -104,7 +104,7 @@ def test_a_final_run_that_diverged_may_have_another_rate(settings: TuneSettings,
         Record(changed)
         assert not (settings.out / "run").exists()
     else:
-        with raises(ConfigError, "settings-changed", saying="learning_rate was None, is 0.1"):
+        with raises(ConfigError, "settings-changed", containing="learning_rate was None, is 0.1"):
             Record(changed)
 
 
@@ -139,10 +139,10 @@ def test_paths_outside_of_the_folder_in_a_strangers_record_are_refused(
     for template in ("plain", "mine.jinja", str(settings.resolved().chat_template)):
         assert record(template).value("chat_template") == template
     for template in ("/etc/passwd", "../mine.jinja", str(tmp_path / "out.jinja")):
-        with raises(RunError, "path-outside", saying="chat_template"):
+        with raises(RunError, "path-outside", containing="chat_template"):
             record(template)
     for heads in ("/etc/passwd", "../journal.jsonl", "search/../../journal.jsonl"):
-        with raises(RunError, "path-outside", saying="heads"):
+        with raises(RunError, "path-outside", containing="heads"):
             record("plain", heads)
 
 
@@ -152,6 +152,6 @@ def test_a_folder_with_a_link_to_the_outside_is_not_resumed(settings: TuneSettin
     kept_record(settings)
     (tmp_path / "mine.txt").write_text("mine")
     (settings.out / "report.html").symlink_to(tmp_path / "mine.txt")
-    with raises(RunError, "link-outside", saying="report.html"):
+    with raises(RunError, "link-outside", containing="report.html"):
         tune(settings)
     assert (tmp_path / "mine.txt").read_text() == "mine"

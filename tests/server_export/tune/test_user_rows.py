@@ -45,7 +45,7 @@ def test_a_folder_has_development_and_test_rows_too(tmp_path: Path) -> None:
         write(tmp_path / "mlx" / f"{name}.jsonl", {"text": f"a {name}"})
     rows = UserRows(tune(tmp_path / "mlx"))
     parts = rows.split(TOKENIZER, SPEC)
-    assert {part: [row.fields for row in them] for part, them in parts.items()} == {
+    assert {part: [row.fields for row in rows_of_part] for part, rows_of_part in parts.items()} == {
         "train": [{"text": "a train"}],
         "dev": [{"text": "a valid"}],
         "test": [{"text": "a test"}],
@@ -58,7 +58,9 @@ def test_several_files_are_checked_and_split_as_one(tmp_path: Path) -> None:
     for index, file in enumerate(files):
         write(file, *(pair(20 * index + number) for number in range(20)))
     parts = UserRows(tune((files[0], files[1]))).split(TOKENIZER, SPEC)
-    assert sorted(int(row.fields["prompt"][1:]) for them in parts.values() for row in them) == [*range(40)]
+    assert sorted(
+        int(row.fields["prompt"][1:]) for rows_of_part in parts.values() for row in rows_of_part
+    ) == [*range(40)]
     write(files[0], pair(1), "{}", pair(2))
     write(files[1], pair(3), pair(4, ""), "{")
     with raises(DataError, "rows-unusable") as caught:
@@ -72,7 +74,7 @@ def test_parts_of_a_json_file_are_used_like_those_of_a_folder(tmp_path: Path) ->
     path = tmp_path / "all.json"
     path.write_text(json.dumps({part: [{"text": f"a {part}"}] for part in ("train", "validation", "test")}))
     parts = UserRows(tune(path)).split(TOKENIZER, SPEC)
-    assert {part: [row.fields["text"] for row in them] for part, them in parts.items()} == {
+    assert {part: [row.fields["text"] for row in rows_of_part] for part, rows_of_part in parts.items()} == {
         "train": ["a train"], "dev": ["a validation"], "test": ["a test"],
     }  # fmt: skip
 
@@ -85,11 +87,11 @@ def test_parts_of_a_json_file_are_used_like_those_of_a_folder(tmp_path: Path) ->
         ("dpo", {"prompt", "chosen", "rejected"}, "pairs, 2 ratings left out"),
     ],
 )
-def test_feedback_is_tuned_on(tmp_path: Path, objective: Any, columns: set[str], note_end: str) -> None:
+def test_rows_of_feedback_are_used(tmp_path: Path, objective: Any, columns: set[str], note_end: str) -> None:
     answers = [AnswerRecord(str(n), "m", "", {"prompt": f"p{n}"}, " b", {}) for n in range(22)]
-    given = [each.to_feedback(correction=" c") for each in answers[2:]]
+    corrections = [each.to_feedback(correction=" c") for each in answers[2:]]
     append_feedback(
-        tmp_path / "a.jsonl", [answers[0].to_feedback("good"), answers[1].to_feedback("bad"), *given]
+        tmp_path / "a.jsonl", [answers[0].to_feedback("good"), answers[1].to_feedback("bad"), *corrections]
     )
     rows = UserRows(tune(tmp_path / "a.jsonl", objective=objective))
     parts = rows.split(TOKENIZER, SPEC)
@@ -112,7 +114,7 @@ def test_only_the_columns_of_the_form_are_kept(tmp_path: Path) -> None:
 
 
 def test_unknown_columns_are_refused(tmp_path: Path) -> None:
-    with raises(DataError, "form-unknown", saying="question"):
+    with raises(DataError, "form-unknown", containing="question"):
         UserRows(tune(write(tmp_path / "a.jsonl", {"question": "a"})))
 
 
@@ -129,7 +131,7 @@ def broken(folder: Path) -> Path:
 
 def test_all_unusable_rows_are_listed_at_once_by_their_lines(tmp_path: Path) -> None:
     path = broken(tmp_path)
-    with raises(DataError, "rows-unusable", saying=str(path)) as caught:
+    with raises(DataError, "rows-unusable", containing=str(path)) as caught:
         UserRows(tune(path)).check(TOKENIZER, SPEC)
     assert [problem.partition(":")[0] for problem in caught.value.problems] == ["row 2", "row 4", "row 6"]
     assert "--on-bad-row skip" in caught.value.remedy
@@ -142,7 +144,7 @@ def test_unusable_rows_are_skipped_and_listed(tmp_path: Path) -> None:
         rows.check(TOKENIZER, SPEC)
     assert [note.startswith("left out") for note in rows.notes].count(True) == 1
     parts = rows.split(TOKENIZER, SPEC)
-    numbers = sorted(row.number for them in parts.values() for row in them)
+    numbers = sorted(row.number for rows_of_part in parts.values() for row in rows_of_part)
     assert numbers == [1, 3, 5, *range(7, 17)]
     assert f"left out 3 rows of {path}:" in rows.notes
     assert "  row 4: its completion is empty: there is nothing to learn from" in rows.notes
@@ -151,7 +153,7 @@ def test_unusable_rows_are_skipped_and_listed(tmp_path: Path) -> None:
 def test_development_rows_are_checked_too(tmp_path: Path) -> None:
     train = write(tmp_path / "a.jsonl", pair(1), pair(2))
     dev = write(tmp_path / "dev.jsonl", pair(3), pair(4, ""))
-    with raises(DataError, "rows-unusable", saying=str(dev)) as caught:
+    with raises(DataError, "rows-unusable", containing=str(dev)) as caught:
         UserRows(tune(train, dev=dev)).check(TOKENIZER, SPEC)
     assert [problem.partition(":")[0] for problem in caught.value.problems] == ["row 2"]
 
@@ -174,8 +176,8 @@ def test_target_tokens_that_would_be_lost_are_an_error_before_the_export(tmp_pat
     rows.check(TOKENIZER, SPEC)
     with raises(DataError, "targets-dropped"):
         rows.split(TOKENIZER, SPEC)
-    for given in ({"overflow": "split"}, {"max_dropped": 1.0}):
-        UserRows(tune(tmp_path / "a.jsonl", **given)).split(TOKENIZER, SPEC)
+    for settings in ({"overflow": "split"}, {"max_dropped": 1.0}):
+        UserRows(tune(tmp_path / "a.jsonl", **settings)).split(TOKENIZER, SPEC)
 
 
 def test_an_encoder_needs_rows_of_every_class(tmp_path: Path) -> None:
@@ -189,9 +191,9 @@ def test_an_encoder_needs_rows_of_every_class(tmp_path: Path) -> None:
 
 def test_settings_of_another_objective_are_refused_before_the_export(tmp_path: Path) -> None:
     data = write(tmp_path / "rows.jsonl", *map(pair, range(12)))
-    with raises(ConfigError, "setting-of-other-objective", saying="--beta"):
+    with raises(ConfigError, "setting-of-other-objective", containing="--beta"):
         UserRows(tune(data, beta=0.3)).check(TOKENIZER, SPEC)
     pairs = [{"prompt": f"p{n}", "chosen": " yes", "rejected": " no"} for n in range(12)]
     data = write(tmp_path / "pairs.jsonl", *pairs)
-    with raises(ConfigError, "setting-of-other-objective", saying="--loss-normalisation token"):
+    with raises(ConfigError, "setting-of-other-objective", containing="--loss-normalisation token"):
         UserRows(tune(data, loss_normalisation="token")).check(TOKENIZER, SPEC)

@@ -1,4 +1,4 @@
-"""The native engine is compiled once and cached; without a compiler the error says what to do."""
+"""The native engine is compiled once and cached; without a compiler the error has remedies."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ pytestmark = needs_compiler
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache."""
+    """Return an empty cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("PRGE_NATIVE_LIBRARY", raising=False)
     return tmp_path / "cache" / "prge" / "native"
 
 
 def compiler(folder: Path, script: str) -> str:
-    """A program in place of the compiler."""
+    """Write a program that takes the place of the compiler."""
     folder.mkdir(exist_ok=True)
     path = folder / "compiler"
     path.write_text(f"#!/bin/sh\n{script}\n")
@@ -58,7 +58,7 @@ def test_a_library_outlives_its_compiler(cache: Path, monkeypatch: pytest.Monkey
 def test_without_a_compiler_the_remedies_are_reported(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(cache))
     monkeypatch.delenv("CXX", raising=False)
-    with raises(EngineError, "compiler-missing", saying="g++, c++, clang++"):
+    with raises(EngineError, "compiler-missing", containing="g++, c++, clang++"):
         build.library()
 
 
@@ -67,7 +67,9 @@ def test_a_failing_compiler_is_quoted_and_leaves_nothing(
 ) -> None:
     script = "echo 'engine.cpp:1: fatal error: no such header' >&2; exit 1"
     monkeypatch.setenv("CXX", compiler(tmp_path / "tools", script))
-    with raises(EngineError, "compiler-failed", saying="engine.cpp:1: fatal error: no such header") as caught:
+    with raises(
+        EngineError, "compiler-failed", containing="engine.cpp:1: fatal error: no such header"
+    ) as caught:
         build.library()
     assert "-lexecutorch_backend_xnnpack" in str(caught.value) and "--engine torch" in str(caught.value)
     assert [path for path in cache.rglob("*") if path.is_file()] == []
@@ -88,24 +90,24 @@ def test_a_cache_that_cant_be_written_is_named(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with raises(EngineError, "cache-not-writable", saying="XDG_CACHE_HOME"):
+    with raises(EngineError, "cache-not-writable", containing="XDG_CACHE_HOME"):
         build.library()
 
 
 def test_a_user_without_a_home_is_reported(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on Android, where the shell's user has no entry."""
+    """On Android the shell's user has no entry."""
 
     def nowhere() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", nowhere)
-    with raises(EngineError, "cache-without-folder", saying="XDG_CACHE_HOME"):
+    with raises(EngineError, "cache-without-folder", containing="XDG_CACHE_HOME"):
         build.library()
 
 
 def test_a_package_without_libraries_is_reported(tmp_path: Path) -> None:
-    with raises(EngineError, "libraries-missing", saying="libexecutorch.so"):
+    with raises(EngineError, "libraries-missing", containing="libexecutorch.so"):
         build.build("g++", tmp_path, tmp_path / "out.so", "$ORIGIN")
     assert not (tmp_path / "out.so").exists()
 
@@ -113,16 +115,16 @@ def test_a_package_without_libraries_is_reported(tmp_path: Path) -> None:
 def test_a_library_built_elsewhere_is_accepted(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = tmp_path / "given.so"
-    monkeypatch.setenv("PRGE_NATIVE_LIBRARY", str(given))
-    with raises(EngineError, "native-library-missing", saying=str(given)):
+    library = tmp_path / "given.so"
+    monkeypatch.setenv("PRGE_NATIVE_LIBRARY", str(library))
+    with raises(EngineError, "native-library-missing", containing=str(library)):
         build.library()
-    given.write_bytes(b"")
-    assert build.library() == given and not cache.exists()
+    library.write_bytes(b"")
+    assert build.library() == library and not cache.exists()
 
 
 def test_the_command_builds_a_library_that_finds_its_neighbours(cache: Path, tmp_path: Path) -> None:
-    """All libraries are in one folder, as in a bundle for a device."""
+    """The library finds the libraries that are in its own folder."""
     libraries = build.stock_package() / "lib"
     for name in build.LINKED:
         shutil.copy(libraries / f"lib{name}.so", tmp_path)
@@ -146,7 +148,7 @@ def test_any_compiler_and_package_can_be_named() -> None:
 def test_a_check_of_the_runtime_that_fails_ends_the_call_and_not_the_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the calling thread, where the runtime would abort."""
+    """The check runs in the calling thread, where the runtime would abort."""
     source = tmp_path / "failing.cpp"
     source.write_text(f"""
         #include "{build.SOURCE}"

@@ -36,8 +36,8 @@ from tests.device_runner.engines.blocks import (
     WIDTH,
     LoweredBlocks,
     compute_outputs,
-    example,
-    room,
+    make_inputs,
+    make_outputs,
 )
 from tests.refusals import raises
 
@@ -46,22 +46,22 @@ pytestmark = needs_compiler
 
 @pytest.fixture(scope="module", params=["fp32", "8da4w"])
 def scheme(request: pytest.FixtureRequest) -> str:
-    """The weights' quantization scheme."""
+    """Return the weights' quantization scheme."""
     return str(request.param)
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["static", "dynamic"])
 def lowered(
-    request: pytest.FixtureRequest, scheme: str, make_kind: Callable[[str, bool], LoweredBlocks]
+    request: pytest.FixtureRequest, scheme: str, make_blocks: Callable[[str, bool], LoweredBlocks]
 ) -> LoweredBlocks:
-    """Blocks of each scheme, with static and dynamic shapes."""
-    return make_kind(scheme, request.param)
+    """Return blocks of each scheme, with static and dynamic shapes."""
+    return make_blocks(scheme, request.param)
 
 
 @pytest.fixture(scope="module")
-def dynamic(make_kind: Callable[[str, bool], LoweredBlocks]) -> LoweredBlocks:
-    """Blocks with dynamic shapes."""
-    return make_kind("fp32", True)
+def dynamic(make_blocks: Callable[[str, bool], LoweredBlocks]) -> LoweredBlocks:
+    """Return blocks with dynamic shapes."""
+    return make_blocks("fp32", True)
 
 
 def loaded(
@@ -91,7 +91,7 @@ def pack(lowered: LoweredBlocks, folder: Path) -> list[Path]:
     return paths
 
 
-def test_both_blocks_of_one_type_are_right_however_they_are_loaded(
+def test_both_blocks_of_one_type_compute_correctly_however_they_are_loaded(
     lowered: LoweredBlocks, tmp_path: Path
 ) -> None:
     alone = compute_outputs(lowered, loaded(lowered))
@@ -132,7 +132,9 @@ def test_methods_stay_when_their_weights_are_released(lowered: LoweredBlocks, tm
     assert not WeightsFile(lowered.weights[0]).release_pages()
 
 
-def test_pages_are_released_where_the_packed_file_still_lies(dynamic: LoweredBlocks, tmp_path: Path) -> None:
+def test_pages_of_a_packed_file_that_still_exists_are_released(
+    dynamic: LoweredBlocks, tmp_path: Path
+) -> None:
     """The backend maps a file once per process; unloading the last method unmaps it."""
     program, (packed, _) = Program(dynamic.program), pack(dynamic, tmp_path)
     one, other = (WeightsFile(dynamic.weights[0], packed) for _ in range(2))
@@ -196,7 +198,7 @@ def test_packed_weights_are_mapped_by_several_processes_at_once(
 def test_outputs_are_filled_from_their_beginning_however_large_they_are(dynamic: LoweredBlocks) -> None:
     """The engine writes directly into memory for the largest output; otherwise the output is copied."""
     method = loaded(dynamic)[0]["score"]
-    inputs = example("score", 2, 5)
+    inputs = make_inputs("score", 2, 5)
     large = np.full(MAX_ROWS * MAX_TOKENS * WIDTH, np.nan, np.float32)
     small = np.full(2 * 5 * WIDTH, np.nan, np.float32)
     assert method.run(inputs, [large]) == method.run(inputs, [small]) == [(2, 5, WIDTH)]
@@ -206,7 +208,7 @@ def test_outputs_are_filled_from_their_beginning_however_large_they_are(dynamic:
 
 def test_read_only_inputs_are_accepted_and_read_only_outputs_refused(dynamic: LoweredBlocks) -> None:
     method = loaded(dynamic)[0]["score"]
-    inputs, outputs = example("score", 2, 3), room("score", 2, 3)
+    inputs, outputs = make_inputs("score", 2, 3), make_outputs("score", 2, 3)
     inputs[0].flags.writeable = False
     method.run(inputs, outputs)
     dynamic.assert_right(0, "score", inputs, outputs)
@@ -215,10 +217,10 @@ def test_read_only_inputs_are_accepted_and_read_only_outputs_refused(dynamic: Lo
         method.run(inputs, outputs)
 
 
-def test_blocks_hand_a_state_on(dynamic: LoweredBlocks) -> None:
+def test_a_block_reads_the_hidden_states_of_the_previous_block(dynamic: LoweredBlocks) -> None:
     first, second = (methods["score"] for methods in loaded(dynamic, arena_for(dynamic)))
-    state, mask, lora_b = example("score", 3, 4)
-    between, last = room("score", 3, 4)[0], room("score", 3, 4)[0]
+    state, mask, lora_b = make_inputs("score", 3, 4)
+    between, last = make_outputs("score", 3, 4)[0], make_outputs("score", 3, 4)[0]
     first.run([state, mask, lora_b], [between])
     second.run([between, mask, lora_b], [last])
     want = dynamic.expected(
@@ -227,9 +229,9 @@ def test_blocks_hand_a_state_on(dynamic: LoweredBlocks) -> None:
     np.testing.assert_allclose(last, want[0], rtol=1e-5, atol=1e-5)
 
 
-def test_calls_in_a_row_read_the_current_arrays(dynamic: LoweredBlocks) -> None:
+def test_a_sequence_of_calls_reads_the_current_arrays(dynamic: LoweredBlocks) -> None:
     blocks = loaded(dynamic, arena_for(dynamic))
-    inputs, outputs = example("score", 2, 5), [room("score", 2, 5) for _ in blocks]
+    inputs, outputs = make_inputs("score", 2, 5), [make_outputs("score", 2, 5) for _ in blocks]
     lora = inputs[1:]
     sources = [inputs[0], outputs[0][0]]
     compute = bind_calls(
@@ -240,7 +242,7 @@ def test_calls_in_a_row_read_the_current_arrays(dynamic: LoweredBlocks) -> None:
     )
     expected = []
     for state in (inputs[0].copy(), 2 * inputs[0]):
-        one, two = room("score", 2, 5), room("score", 2, 5)
+        one, two = make_outputs("score", 2, 5), make_outputs("score", 2, 5)
         blocks[0]["score"].run([state, *lora], one)
         blocks[1]["score"].run([one[0], *lora], two)
         expected.append(two[0].tobytes())
@@ -252,10 +254,10 @@ def test_calls_in_a_row_read_the_current_arrays(dynamic: LoweredBlocks) -> None:
     assert outputs[1][0].tobytes() == expected[1]
 
 
-def test_a_row_of_calls_is_refused_where_one_of_its_arrays_doesnt_fit(dynamic: LoweredBlocks) -> None:
+def test_a_sequence_of_calls_with_an_array_that_does_not_fit_is_refused(dynamic: LoweredBlocks) -> None:
     method = loaded(dynamic)[0]["score"]
     with pytest.raises(EngineRefusalError):
-        bind_calls([(method, [], room("score", 2, 5))])
+        bind_calls([(method, [], make_outputs("score", 2, 5))])
 
 
 def test_memory_that_no_call_touches_is_not_taken(dynamic: LoweredBlocks) -> None:
@@ -268,13 +270,13 @@ def test_memory_that_no_call_touches_is_not_taken(dynamic: LoweredBlocks) -> Non
     assert resident() - before < 1 << 26
 
 
-def test_methods_outlive_what_they_were_loaded_from(dynamic: LoweredBlocks) -> None:
+def test_methods_outlive_their_programs_and_weights_files(dynamic: LoweredBlocks) -> None:
     blocks = loaded(dynamic, arena_for(dynamic))
     assert len(compute_outputs(dynamic, blocks)) == len(dynamic.shapes) * 6
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (lambda inputs, outputs: (inputs[:2], outputs), "3 inputs and 1 outputs, not 2 and 1"),
         (lambda inputs, outputs: (inputs, []), "3 inputs and 1 outputs, not 3 and 0"),
@@ -287,24 +289,24 @@ def test_methods_outlive_what_they_were_loaded_from(dynamic: LoweredBlocks) -> N
 def test_arrays_that_dont_fit_are_refused_and_the_method_stays_usable(
     dynamic: LoweredBlocks,
     change: Callable[[list[Array], list[Array]], tuple[list[Array], list[Array]]],
-    told: str,
+    message: str,
 ) -> None:
     blocks = loaded(dynamic)
-    with pytest.raises(EngineRefusalError, match=told):
-        blocks[0]["score"].run(*change(example("score"), room("score")))
+    with pytest.raises(EngineRefusalError, match=message):
+        blocks[0]["score"].run(*change(make_inputs("score"), make_outputs("score")))
     compute_outputs(dynamic, blocks)
 
 
 def test_sizes_beyond_the_bound_are_refused(dynamic: LoweredBlocks) -> None:
     """One axis is too large, even if the total number of elements isn't."""
     blocks = loaded(dynamic)
-    state, mask, lora_b = example("score", MAX_ROWS + 1, 2)
-    for given in (state, np.empty((0, 2, WIDTH), np.float32)):
+    state, mask, lora_b = make_inputs("score", MAX_ROWS + 1, 2)
+    for unfitting in (state, np.empty((0, 2, WIDTH), np.float32)):
         with pytest.raises(EngineRefusalError) as caught:
-            blocks[0]["score"].run([given, mask, lora_b], room("score"))
-        assert f"input 0 has size {len(given)} in axis 0, must be in 1 to {MAX_ROWS}" in caught.value.log
+            blocks[0]["score"].run([unfitting, mask, lora_b], make_outputs("score"))
+        assert f"input 0 has size {len(unfitting)} in axis 0, must be in 1 to {MAX_ROWS}" in caught.value.log
     with pytest.raises(EngineRefusalError) as caught:
-        blocks[0]["score"].run(example("score", 2, 3), [np.empty((2, 2, WIDTH), np.float32)])
+        blocks[0]["score"].run(make_inputs("score", 2, 3), [np.empty((2, 2, WIDTH), np.float32)])
     assert "output 0 takes 768 bytes, there is room for 512" in caught.value.log
     compute_outputs(dynamic, blocks)
 
@@ -365,10 +367,10 @@ def test_a_damaged_weights_file_gives_an_error_and_no_abort(dynamic: LoweredBloc
 
 
 def test_weights_of_another_type_are_refused(
-    make_kind: Callable[[str, bool], LoweredBlocks], dynamic: LoweredBlocks, tmp_path: Path
+    make_blocks: Callable[[str, bool], LoweredBlocks], dynamic: LoweredBlocks, tmp_path: Path
 ) -> None:
     program = Program(dynamic.program)
-    other = make_kind("8da4w", True).weights[0]
+    other = make_blocks("8da4w", True).weights[0]
     for weights in (WeightsFile(other), WeightsFile(other, pack(dynamic, tmp_path)[0])):
         with pytest.raises(EngineRefusalError) as caught:
             program.load("score", weights=weights)
@@ -376,7 +378,7 @@ def test_weights_of_another_type_are_refused(
     compute_outputs(dynamic, loaded(dynamic))
 
 
-def test_what_cant_be_written_to_a_packed_file_is_refused(dynamic: LoweredBlocks, tmp_path: Path) -> None:
+def test_weights_that_cannot_be_packed_are_refused(dynamic: LoweredBlocks, tmp_path: Path) -> None:
     """The engine would keep such weights in memory, and leave an incomplete file."""
 
     def attempt(limit: int) -> None:
@@ -385,7 +387,7 @@ def test_what_cant_be_written_to_a_packed_file_is_refused(dynamic: LoweredBlocks
         pack(dynamic, tmp_path)
 
     for limit in (1 << 12, 1 << 14, 1 << 15):
-        with raises(PrgeError, "program-refused", saying=str(dynamic.program)):
+        with raises(PrgeError, "program-refused", containing=str(dynamic.program)):
             check_in_child(dynamic.program, lambda limit=limit: attempt(limit))  # type: ignore[misc]
     check_in_child(dynamic.program, lambda: attempt(1 << 20))
 

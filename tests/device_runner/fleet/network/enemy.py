@@ -74,7 +74,7 @@ class HostileDevice:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.client.close()
 
@@ -106,15 +106,15 @@ class HostileDevice:
         )
         return PulledTask(decode_content(message), metadata)
 
-    def reply(self, asked: PulledTask, content: bytes | RecordDict | Error, **changes: Any) -> Message:
+    def reply(self, task: PulledTask, content: bytes | RecordDict | Error, **changes: Any) -> Message:
         """Return the message of a reply; `changes` overrides its metadata."""
         fields: dict[str, Any] = {
-            "run_id": asked.metadata.run_id,
+            "run_id": task.metadata.run_id,
             "message_id": "",
             "src_node_id": self.node.node_id,
             "dst_node_id": SUPERLINK,
-            "reply_to_message_id": asked.metadata.message_id,
-            "group_id": asked.metadata.group_id,
+            "reply_to_message_id": task.metadata.message_id,
+            "group_id": task.metadata.group_id,
             "created_at": now().timestamp(),
             "ttl": 60.0,
             "message_type": "train",
@@ -135,9 +135,9 @@ class HostileDevice:
         objects: dict[str, bytes] | None = None,
         tree: ObjectTree | None = None,
         node: Node | None = None,
-        told: Callable[[Message], Message] = lambda message: message,
+        change: Callable[[Message], Message] = lambda message: message,
     ) -> None:
-        """Send a message; `told` changes the message without its objects.
+        """Send a message; `change` changes the message without its objects.
 
         Raises:
             httpx.HTTPStatusError: the server refuses.
@@ -149,7 +149,7 @@ class HostileDevice:
         response = self.client.PushMessages(
             PushMessagesRequest(
                 node=node or self.node,
-                messages_list=[message_to_proto(told(bare))],
+                messages_list=[message_to_proto(change(bare))],
                 message_object_trees=[tree],
                 clientapp_runtime_list=[0.1],
             )
@@ -165,25 +165,25 @@ class HostileDevice:
                 )
             )
 
-    def push_objects(self, asked: PulledTask, contents: Sequence[bytes]) -> None:
+    def push_objects(self, task: PulledTask, contents: Sequence[bytes]) -> None:
         """Reply with raw objects, the message first, each the child of the previous one."""
         names = [get_object_id(content) for content in contents]
         tree = ObjectTree(object_id=names[-1])
         for name in reversed(names[:-1]):
             tree = ObjectTree(object_id=name, children=[tree])
-        message = self.reply(asked, b"")
+        message = self.reply(task, b"")
         self.push(message, objects=dict(zip(names, contents, strict=True)), tree=tree)
 
 
-def object_of(kind: str, body: bytes, children: Sequence[bytes] = ()) -> bytes:
+def object_of(object_type: str, body: bytes, children: Sequence[bytes] = ()) -> bytes:
     """Encode an object as Flower does: its type, the hashes of its children, its length, and its body."""
     names = ",".join(get_object_id(child) for child in children)
-    return f"{kind} {names} {len(body)}".encode() + b"\0" + body
+    return f"{object_type} {names} {len(body)}".encode() + b"\0" + body
 
 
-def garbage(kind: str = "ConfigRecord", body: bytes = b"\xff" * 40) -> list[bytes]:
+def garbage(object_type: str = "ConfigRecord", body: bytes = b"\xff" * 40) -> list[bytes]:
     """Return the objects of a message whose innermost object is invalid protobuf."""
-    record = object_of(kind, body)
+    record = object_of(object_type, body)
     records = RecordDict({"fleet": ConfigRecord({"content": b""})}).deflate().partition(b"\0")[2]
     middle = object_of("RecordDict", records, [record])
     return [object_of("Message", b"\xfe" * 30, [middle]), middle, record]

@@ -18,11 +18,11 @@ from device_runner.fleet.network.superlink import SuperLink, superlink
 SECONDS = 60.0
 
 
-class Echoes:
+class RoundNumberCoordinator:
     """A stand-in for a coordinator whose tasks are the round numbers; records the replies."""
 
-    def __init__(self, rounds: int, most: int = 100) -> None:
-        self.round, self.rounds, self.most = 0, rounds, most
+    def __init__(self, rounds: int, max_nodes: int = 100) -> None:
+        self.round, self.rounds, self.max_nodes = 0, rounds, max_nodes
         self.received: list[dict[int, bytes]] = []
 
     @staticmethod
@@ -34,7 +34,7 @@ class Echoes:
         return self.round >= self.rounds
 
     def tasks(self, nodes: Sequence[int]) -> dict[int, bytes]:
-        return dict.fromkeys(sorted(nodes)[: self.most], self.task(self.round))
+        return dict.fromkeys(sorted(nodes)[: self.max_nodes], self.task(self.round))
 
     def receive(self, answers: Mapping[int, bytes]) -> str:
         self.received.append(dict(answers))

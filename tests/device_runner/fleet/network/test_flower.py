@@ -172,7 +172,7 @@ def private_imports() -> set[str]:
     }
 
 
-def test_the_version_is_the_one_it_was_written_for() -> None:
+def test_flower_has_the_version_that_flower_py_was_written_for() -> None:
     assert importlib.metadata.version("flwr") == flower.VERSION
     assert f"written for Flower {flower.VERSION};" in (flower.__doc__ or "")
     assert f"flwr=={flower.VERSION}" in FLEET_WHEELS
@@ -190,7 +190,7 @@ def test_a_function_has_its_parameters(line: str) -> None:
 
 
 @pytest.mark.parametrize("name", PROPERTIES)
-def test_a_property_is_there(name: str) -> None:
+def test_a_property_exists(name: str) -> None:
     assert isinstance(resolve(name), property)
 
 

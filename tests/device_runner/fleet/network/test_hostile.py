@@ -33,7 +33,7 @@ from device_runner.fleet.network.admission import (
 from device_runner.fleet.network.keys import ServerKeys, make_keys
 from device_runner.fleet.network.superlink import SuperLink, superlink
 from tests.device_runner.fleet.network.enemy import HostileDevice, PulledTask, garbage, object_of
-from tests.device_runner.fleet.network.nodes import Echoes, run_all_rounds
+from tests.device_runner.fleet.network.nodes import RoundNumberCoordinator, run_all_rounds
 
 pytestmark = pytest.mark.whole
 MAX_BYTES = 1 << 20
@@ -48,14 +48,14 @@ class Scene:
     keys: Path
     honest: HostileDevice
     enemy: HostileDevice
-    rounds: Echoes
+    rounds: RoundNumberCoordinator
 
     def task(self) -> PulledTask:
         """Return the hostile device's next task."""
         return _task(self.enemy)
 
-    def goes_on(self) -> None:
-        """Assert that the round ends with the honest device's answer."""
+    def check_next_round(self) -> None:
+        """Assert that the round completes with the honest device's reply."""
         task = _task(self.honest)
         before = self.rounds.round
         self.honest.push(self.honest.reply(task, task.content))
@@ -65,14 +65,14 @@ class Scene:
 
 @pytest.fixture(scope="module")
 def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
-    """One server for all tests, each of which attacks it in another way."""
+    """Yield one server for all tests, each of which attacks it differently."""
     folder = tmp_path_factory.mktemp("hostile")
     keys = folder / "keys"
     make_keys(keys, [], ["honest", "enemy"])
     server = ServerKeys.open(keys / "server")
     with superlink(folder / "server", "127.0.0.1", 0, server, MAX_BYTES) as link:
         honest, enemy = (HostileDevice(link.address, keys / "devices" / name) for name in ("honest", "enemy"))
-        rounds = Echoes(200)
+        rounds = RoundNumberCoordinator(200)
         thread = threading.Thread(target=lambda: run_all_rounds(link, rounds, 2, SECONDS))
         thread.start()
         with honest, enemy:
@@ -92,67 +92,67 @@ def _task(device: HostileDevice) -> PulledTask:
 
 _RECORD = RecordDict({"fleet": ConfigRecord({"content": b"x"})})
 ANSWERS: dict[str, Callable[[HostileDevice, PulledTask], object]] = {
-    "a garbage body": lambda enemy, asked: enemy.push_objects(asked, garbage()),
-    "a body of another kind": lambda enemy, asked: enemy.push_objects(asked, garbage("ArrayRecord")),
-    "a record instead of a message": lambda enemy, asked: enemy.push_objects(
-        asked, [object_of("ConfigRecord", b"\xff" * 9)]
+    "a garbage body": lambda enemy, task: enemy.push_objects(task, garbage()),
+    "a body of another type": lambda enemy, task: enemy.push_objects(task, garbage("ArrayRecord")),
+    "a record instead of a message": lambda enemy, task: enemy.push_objects(
+        task, [object_of("ConfigRecord", b"\xff" * 9)]
     ),
-    "children that aren't there": lambda enemy, asked: enemy.push_objects(
-        asked, [object_of("Message", b"", [b"nobody"])]
+    "children that aren't there": lambda enemy, task: enemy.push_objects(
+        task, [object_of("Message", b"", [b"nobody"])]
     ),
-    "no records": lambda enemy, asked: enemy.push(enemy.reply(asked, RecordDict())),
-    "numbers for bytes": lambda enemy, asked: enemy.push(
-        enemy.reply(asked, RecordDict({"fleet": ConfigRecord({"content": 1.0})}))
+    "no records": lambda enemy, task: enemy.push(enemy.reply(task, RecordDict())),
+    "a number instead of bytes": lambda enemy, task: enemy.push(
+        enemy.reply(task, RecordDict({"fleet": ConfigRecord({"content": 1.0})}))
     ),
-    "a record of metrics": lambda enemy, asked: enemy.push(
-        enemy.reply(asked, RecordDict({"fleet": MetricRecord({"content": 1})}))
+    "a record of metrics": lambda enemy, task: enemy.push(
+        enemy.reply(task, RecordDict({"fleet": MetricRecord({"content": 1})}))
     ),
-    "an error without end": lambda enemy, asked: enemy.push(
-        enemy.reply(asked, Error(-(2**31), "\x1b[2J\n" * 5000))
+    "a very long error": lambda enemy, task: enemy.push(
+        enemy.reply(task, Error(-(2**31), "\x1b[2J\n" * 5000))
     ),
-    "a half of an answer": lambda enemy, asked: enemy.client.PushMessages(
+    "an incomplete reply": lambda enemy, task: enemy.client.PushMessages(
         PushMessagesRequest(
             node=enemy.node,
-            messages_list=[_bare(enemy, asked)],
-            message_object_trees=[_tree(enemy, asked)],
+            messages_list=[_bare(enemy, task)],
+            message_object_trees=[_tree(enemy, task)],
         )
     ),
 }
 REFUSED: dict[str, Callable[[Scene, PulledTask], object]] = {
-    "an answer to a foreign task": lambda scene, asked: scene.enemy.push(
-        scene.enemy.reply(asked, _RECORD, reply_to_message_id="0" * 64)
+    "a reply to a foreign task": lambda scene, task: scene.enemy.push(
+        scene.enemy.reply(task, _RECORD, reply_to_message_id="0" * 64)
     ),
-    "an answer in another's name": lambda scene, asked: scene.enemy.push(
-        scene.enemy.reply(asked, _RECORD, src_node_id=scene.honest.node.node_id)
+    "a reply in the name of another device": lambda scene, task: scene.enemy.push(
+        scene.enemy.reply(task, _RECORD, src_node_id=scene.honest.node.node_id)
     ),
-    "an answer by another node": lambda scene, asked: scene.enemy.push(
-        scene.enemy.reply(asked, _RECORD), node=scene.honest.node
+    "a reply sent by another node": lambda scene, task: scene.enemy.push(
+        scene.enemy.reply(task, _RECORD), node=scene.honest.node
     ),
-    "a time that is none": lambda scene, asked: scene.enemy.push(
-        scene.enemy.reply(asked, _RECORD, created_at=float("nan"))
+    "a time that is NaN": lambda scene, task: scene.enemy.push(
+        scene.enemy.reply(task, _RECORD, created_at=float("nan"))
     ),
-    "a time to live that is none": lambda scene, asked: scene.enemy.push(
-        scene.enemy.reply(asked, _RECORD, ttl=float("nan"))
+    "a time to live that is NaN": lambda scene, task: scene.enemy.push(
+        scene.enemy.reply(task, _RECORD, ttl=float("nan"))
     ),
-    "no message": lambda scene, asked: scene.enemy.client.PushMessages(
+    "a request without a message": lambda scene, task: scene.enemy.client.PushMessages(
         PushMessagesRequest(node=scene.enemy.node)
     ),
-    "a tree of a thousand": lambda scene, asked: scene.enemy.push(
-        scene.enemy.reply(asked, _RECORD),
+    "a tree of 800 objects": lambda scene, task: scene.enemy.push(
+        scene.enemy.reply(task, _RECORD),
         tree=ObjectTree(
             object_id="a" * 64, children=[ObjectTree(object_id=f"{index:064x}") for index in range(800)]
         ),
     ),
-    "many records": lambda scene, asked: scene.enemy.push(
-        scene.enemy.reply(asked, RecordDict({"a": ArrayRecord([np.zeros(1)])}))
+    "many records": lambda scene, task: scene.enemy.push(
+        scene.enemy.reply(task, RecordDict({"a": ArrayRecord([np.zeros(1)])}))
     ),
-    "more than an answer can have": lambda scene, asked: scene.enemy.client.PushObject(
+    "an object that is too large": lambda scene, task: scene.enemy.client.PushObject(
         PushObjectRequest(node=scene.enemy.node, object_content=bytes(MAX_BYTES + SMALL_BYTES))
     ),
-    "a foreign message's receipt": lambda scene, asked: scene.enemy.client.ConfirmMessageReceived(
+    "the receipt of a foreign message": lambda scene, task: scene.enemy.client.ConfirmMessageReceived(
         ConfirmMessageReceivedRequest(node=scene.enemy.node, message_object_id="0" * 64)
     ),
-    "another's goodbye": lambda scene, asked: HostileDevice.leave(
+    "deactivation of another device": lambda scene, task: HostileDevice.leave(
         _Named(scene.enemy, Node(node_id=scene.honest.node.node_id))  # type: ignore[arg-type]
     ),
 }
@@ -168,24 +168,24 @@ class _Named:
         return self.enemy.client
 
 
-def _bare(enemy: HostileDevice, asked: PulledTask) -> object:
+def _bare(enemy: HostileDevice, task: PulledTask) -> object:
     from flwr.app.message.message import remove_content_from_message
     from flwr.common.serde import message_to_proto
 
-    message = enemy.reply(asked, b"late")
+    message = enemy.reply(task, b"late")
     bare = remove_content_from_message(message)
-    bare.metadata.__dict__["_message_id"] = _tree(enemy, asked).object_id
+    bare.metadata.__dict__["_message_id"] = _tree(enemy, task).object_id
     return message_to_proto(bare)
 
 
-def _tree(enemy: HostileDevice, asked: PulledTask) -> ObjectTree:
+def _tree(enemy: HostileDevice, task: PulledTask) -> ObjectTree:
     return ObjectTree(object_id="b" * 64)
 
 
 @pytest.mark.parametrize("name", ANSWERS)
 def test_invalid_replies_are_ignored(scene: Scene, name: str) -> None:
     ANSWERS[name](scene.enemy, scene.task())
-    scene.goes_on()
+    scene.check_next_round()
     assert not scene.rounds.received[-1].get(scene.enemy.node.node_id)
 
 
@@ -195,22 +195,22 @@ def test_forbidden_requests_of_a_device_are_refused(scene: Scene, name: str) -> 
     with pytest.raises(httpx.HTTPStatusError, match=r"40[13]|413"):
         REFUSED[name](scene, task)
     scene.enemy.push(scene.enemy.reply(task, b"x"))
-    scene.goes_on()
+    scene.check_next_round()
     assert scene.rounds.received[-1][scene.enemy.node.node_id] == b"x"
 
 
 def test_messages_that_flower_fails_on_only_affect_their_sender(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NaN times, if they were not refused."""
+    """Without a refusal, these messages would lead to times that are NaN."""
     monkeypatch.setattr("device_runner.fleet.network.flower.math.isfinite", lambda value: True)
     task = scene.task()
     scene.enemy.push(scene.enemy.reply(task, b"x", created_at=float("nan")))
-    scene.goes_on()
+    scene.check_next_round()
     assert scene.enemy.node.node_id not in scene.rounds.received[-1]
 
 
-def test_an_answer_counts_once(scene: Scene) -> None:
+def test_a_reply_counts_once(scene: Scene) -> None:
     task = scene.task()
     for content in (b"first", b"second"):
         with contextlib.suppress(httpx.HTTPStatusError):
@@ -218,12 +218,12 @@ def test_an_answer_counts_once(scene: Scene) -> None:
     for _ in range(20):
         with contextlib.suppress(httpx.HTTPStatusError):
             scene.enemy.push(scene.enemy.reply(task, os.urandom(8)))
-    scene.goes_on()
+    scene.check_next_round()
     assert scene.rounds.received[-1][scene.enemy.node.node_id] == b"first"
 
 
 class TestStranger:
-    """Requests without a key."""
+    """Requests without a key are refused."""
 
     def _connect(self, scene: Scene) -> ssl.SSLSocket:
         context = ssl.create_default_context(cafile=str(scene.keys / "server" / "ca.pem"))
@@ -243,7 +243,7 @@ class TestStranger:
                 assert b" 401 " in connection.recv(100)
         assert _resident() - before < 10 << 20
         scene.enemy.push(scene.enemy.reply(scene.task(), b"x"))
-        scene.goes_on()
+        scene.check_next_round()
 
     @pytest.mark.parametrize(
         ("request_", "status"),
@@ -264,7 +264,7 @@ class TestStranger:
             assert f" {status} ".encode() in connection.recv(100)
 
     def test_gets_one_last_response(self, scene: Scene) -> None:
-        """Pipelined requests, garbage after the last response, and an invalid body."""
+        """The requests are pipelined, followed by garbage, or have an invalid body."""
         request = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
         for content in (
             request.replace(b"POST", b"GET") * 500 + b"nonsense\r\n\r\n" * 5000,
@@ -278,7 +278,7 @@ class TestStranger:
         assert "Traceback" not in log.read_text()
 
     def test_keeps_nobody_out(self, scene: Scene) -> None:
-        """Incomplete heads, no heads and no handshakes: the oldest connections make room."""
+        """If connections have incomplete heads, no heads or no handshakes, the oldest ones make room."""
         host, port = scene.link.address.split(":")
         with contextlib.ExitStack() as stack:
             for index in range(MAX_STRANGERS + 100):
@@ -287,11 +287,11 @@ class TestStranger:
                 if index % 3 == 0:
                     plain.sendall(b"\x16\x03\x01\x02\x00\x01")
             scene.enemy.push(scene.enemy.reply(scene.task(), b"x"))
-            scene.goes_on()
+            scene.check_next_round()
 
 
 def test_an_incomplete_head_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slow requests: the first one of a connection, and one after another request."""
+    """Either the first request of a connection is slow, or a later one."""
     monkeypatch.setattr("device_runner.fleet.network.admission.SECONDS_TO_ASK", 1.0)
     with superlink(tmp_path / "server", "127.0.0.1", 0, None, max_bytes=0) as link:
         host, port = link.address.split(":")
@@ -310,7 +310,7 @@ def test_an_incomplete_head_times_out(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_the_store_holds_one_round(scene: Scene) -> None:
     for _ in range(3):
         scene.enemy.push(scene.enemy.reply(scene.task(), os.urandom(100_000)))
-        scene.goes_on()
+        scene.check_next_round()
     with contextlib.closing(
         sqlite3.connect(scene.keys.parent / "server" / "flower" / "superlink.db")
     ) as base:

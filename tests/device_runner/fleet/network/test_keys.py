@@ -1,4 +1,4 @@
-"""Tests of a fleet's keys: who gets which files, their permissions, and the errors about damaged ones."""
+"""Tests of a fleet's keys: the files of server and devices, their permissions, and damaged files."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_devices_and_hosts_can_be_added(tmp_path: Path) -> None:
     ],
 )
 def test_invalid_names_are_reported(tmp_path: Path, hosts: list[str], devices: list[str], value: str) -> None:
-    with raises(KeysError, "names-unusable", saying=value):
+    with raises(KeysError, "names-unusable", containing=value):
         make_keys(tmp_path / "keys", hosts, devices)
     assert not (tmp_path / "keys").exists()
 
@@ -96,20 +96,20 @@ def test_damaged_and_missing_keys_are_named(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     make_keys(keys, [], ["one"])
     (keys / "devices" / "one" / "device.key").write_text("nonsense")
-    with raises(KeysError, "key-unreadable", saying="device.key"):
+    with raises(KeysError, "key-unreadable", containing="device.key"):
         DeviceKeys.open(keys / "devices" / "one")
     (keys / "devices" / "one" / "device.key").unlink()
-    with raises(KeysError, "keys-missing", saying="device.key"):
+    with raises(KeysError, "keys-missing", containing="device.key"):
         DeviceKeys.open(keys / "devices" / "one")
     (keys / "server" / "devices" / "one.pub").write_text("ssh-rsa nonsense")
-    with raises(KeysError, "key-unreadable", saying="one.pub"):
+    with raises(KeysError, "key-unreadable", containing="one.pub"):
         ServerKeys.open(keys / "server")
     (keys / "server" / "devices" / "one.pub").unlink()
     (keys / "server" / "server.key").write_text("nonsense")
-    with raises(KeysError, "certificate-unusable", saying=str(keys / "server")):
+    with raises(KeysError, "certificate-unusable", containing=str(keys / "server")):
         ServerKeys.open(keys / "server")
     (keys / "authority.key").unlink()
-    with raises(KeysError, "authority-incomplete", saying="authority.key"):
+    with raises(KeysError, "authority-incomplete", containing="authority.key"):
         make_keys(keys, [], ["two"])
 
 

@@ -23,14 +23,21 @@ from device_runner.fleet.network.flower_files import NAME
 from device_runner.fleet.network.keys import DeviceKeys, ServerKeys, make_keys
 from device_runner.fleet.network.superlink import superlink
 from prge.errors import DeviceError, RunError
-from tests.device_runner.fleet.network.nodes import Device, Echoes, device, free_port, run_all_rounds, serving
+from tests.device_runner.fleet.network.nodes import (
+    Device,
+    RoundNumberCoordinator,
+    device,
+    free_port,
+    run_all_rounds,
+    serving,
+)
 from tests.refusals import raises
 
 
 def test_devices_with_keys_answer_every_round(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     make_keys(keys, [], ["one", "two"])
-    rounds = Echoes(2)
+    rounds = RoundNumberCoordinator(2)
     with serving(tmp_path / "server", keys / "server") as link, ExitStack() as devices:
         for name in ("one", "two"):
             devices.enter_context(device(tmp_path / name, link.address, keys / "devices" / name))
@@ -39,7 +46,7 @@ def test_devices_with_keys_answer_every_round(tmp_path: Path) -> None:
     assert sorted(names.values()) == ["one", "two"]
     assert [sorted(names[node] for node in answers) for answers in rounds.received] == [["one", "two"]] * 2
     assert all(
-        content == Echoes.task(number)
+        content == RoundNumberCoordinator.task(number)
         for number, answers in enumerate(rounds.received)
         for content in answers.values()
     )
@@ -66,12 +73,12 @@ def test_the_server_accepts_no_commands(tmp_path: Path) -> None:
 
 @pytest.mark.whole
 def test_a_device_without_a_known_key_is_not_admitted(tmp_path: Path) -> None:
-    ours, others = tmp_path / "ours", tmp_path / "others"
-    make_keys(ours, [], ["one"])
+    own, others = tmp_path / "own", tmp_path / "others"
+    make_keys(own, [], ["one"])
     make_keys(others, [], ["one"])
     stranger = others / "devices" / "one"
-    (stranger / "ca.pem").write_bytes((ours / "server" / "ca.pem").read_bytes())
-    with superlink(tmp_path / "server", "127.0.0.1", 0, ServerKeys.open(ours / "server")) as link:
+    (stranger / "ca.pem").write_bytes((own / "server" / "ca.pem").read_bytes())
+    with superlink(tmp_path / "server", "127.0.0.1", 0, ServerKeys.open(own / "server")) as link:
         with device(tmp_path / "stranger", link.address, stranger) as child:
             _wait(lambda: "does not admit this device: it returned status 412" in child.console)
         assert list(link.names().values()) == ["one"]
@@ -79,20 +86,20 @@ def test_a_device_without_a_known_key_is_not_admitted(tmp_path: Path) -> None:
 
 @pytest.mark.whole
 def test_a_device_verifies_its_server(tmp_path: Path) -> None:
-    ours, others = tmp_path / "ours", tmp_path / "others"
-    make_keys(ours, [], ["one"])
+    own, others = tmp_path / "own", tmp_path / "others"
+    make_keys(own, [], ["one"])
     make_keys(others, [], ["one"])
-    with superlink(tmp_path / "server", "127.0.0.1", 0, ServerKeys.open(ours / "server")) as link:
-        check_server(link.address, DeviceKeys.open(ours / "devices" / "one"))
-        with raises(DeviceError, "server-of-other-certificate", saying=link.address):
+    with superlink(tmp_path / "server", "127.0.0.1", 0, ServerKeys.open(own / "server")) as link:
+        check_server(link.address, DeviceKeys.open(own / "devices" / "one"))
+        with raises(DeviceError, "server-of-other-certificate", containing=link.address):
             check_server(link.address, DeviceKeys.open(others / "devices" / "one"))
-        with raises(RunError, "address-not-available", saying=link.address):
+        with raises(RunError, "address-not-available", containing=link.address):
             superlink(tmp_path / "other", "127.0.0.1", int(link.address.split(":")[1]), None).__enter__()
-    with raises(DeviceError, "server-not-reachable", saying=link.address):
+    with raises(DeviceError, "server-not-reachable", containing=link.address):
         check_server(link.address, None)
     with superlink(tmp_path / "server", "127.0.0.1", 0, None) as link:
-        keys = DeviceKeys.open(ours / "devices" / "one")
-        with raises(DeviceError, "server-without-tls", saying=link.address):
+        keys = DeviceKeys.open(own / "devices" / "one")
+        with raises(DeviceError, "server-without-tls", containing=link.address):
             check_server(link.address, keys)
 
 
@@ -102,7 +109,7 @@ def test_killed_devices_and_servers_recover(tmp_path: Path) -> None:
     keys, port = tmp_path / "keys", free_port()
     make_keys(keys, [], ["one", "two"])
     folder = tmp_path / "server"
-    first, second = Echoes(1), Echoes(1)
+    first, second = RoundNumberCoordinator(1), RoundNumberCoordinator(1)
 
     def joined(name: str, code: str = "task") -> AbstractContextManager[Device]:
         return device(tmp_path / name, f"127.0.0.1:{port}", keys / "devices" / name, code)
@@ -126,13 +133,13 @@ def test_killed_devices_and_servers_recover(tmp_path: Path) -> None:
 
 
 @pytest.mark.whole
-def test_an_answer_to_an_older_round_is_dropped(tmp_path: Path) -> None:
-    rounds = Echoes(2)
+def test_a_reply_to_an_older_round_is_dropped(tmp_path: Path) -> None:
+    rounds = RoundNumberCoordinator(2)
     slow = "time.sleep(15 if task[0] == 0 else 0) or task"
     with serving(tmp_path / "server") as link, device(tmp_path / "slow", link.address, code=slow) as child:
         run_all_rounds(link, rounds, 1, seconds=15)
         assert "A task or its reply was lost" in child.console
-    assert [list(answers.values()) for answers in rounds.received] == [[], [Echoes.task(1)]]
+    assert [list(answers.values()) for answers in rounds.received] == [[], [RoundNumberCoordinator.task(1)]]
 
 
 def _wait(condition: Callable[[], bool], seconds: float = 60.0) -> None:

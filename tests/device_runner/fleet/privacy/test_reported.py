@@ -47,8 +47,8 @@ class _Measured(TangentEstimator):
 
 
 def _measured(queries: int = 3, examples: int = 4) -> Measurement:
-    scalars = np.random.default_rng(0).normal(size=(queries, examples))
-    return Measurement(0.7, scalars, None, 0.1)
+    projected_gradients = np.random.default_rng(0).normal(size=(queries, examples))
+    return Measurement(0.7, projected_gradients, None, 0.1)
 
 
 @given(
@@ -60,12 +60,12 @@ def _measured(queries: int = 3, examples: int = 4) -> Measurement:
 def test_participations_are_bounded_and_no_step_has_a_row_twice(
     seed: int, steps: int, examples: int, windows: list[int]
 ) -> None:
-    """Holds for any number of windows, and wherever in its order a device begins."""
+    """This holds for any number of windows, and wherever in its order a device begins."""
     sampler = CyclicRows(_split(windows), examples, seed)
     sampler.offset = seed % 7
-    seen = [Counter(example.row for example in sampler.examples_at(step)) for step in range(steps)]
-    assert all(count == 1 for each in seen for count in each.values())
-    together, rows = sum(seen, Counter[int]()), len(windows)
+    counts = [Counter(example.row for example in sampler.examples_at(step)) for step in range(steps)]
+    assert all(count == 1 for each in counts for count in each.values())
+    together, rows = sum(counts, Counter[int]()), len(windows)
     assert max(together.values(), default=0) == max_participations(steps, min(examples, rows), rows)
 
 

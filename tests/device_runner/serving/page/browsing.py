@@ -64,9 +64,9 @@ def active_run(folder: Path) -> Iterator[subprocess.Popen[str]]:
     """Start a process that locks a run folder, after 25 of 40 steps."""
     write_run(folder, status="running", steps=25)
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    words = [sys.executable, "-c", RUN_SCRIPT, str(folder)]
+    command = [sys.executable, "-c", RUN_SCRIPT, str(folder)]
     pipe = subprocess.PIPE
-    with subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True, env=environment) as process:
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment) as process:
         assert process.stdout is not None and process.stdout.readline()
         try:
             yield process

@@ -77,15 +77,15 @@ class ScriptedWorker:
         users = re.findall(r"user\n(.*?)<\|im_end\|>", prompt, re.DOTALL)
         text = (users or [prompt])[-1].strip()
         adapter = "tuned" if ticket.request.adapter.values.any() else "base"
-        words, turns, choice = [], max(1, len(users)), ticket.request.settings.sampling
+        chunks, turns, choice = [], max(1, len(users)), ticket.request.settings.sampling
         for chunk in _chunks(text, f"{adapter}, turn {turns}, temperature {choice.temperature}"):
             if ticket.cancelled:
                 break
-            words.append(chunk)
+            chunks.append(chunk)
             ticket.send_text(chunk)
         reason = "cancelled" if ticket.cancelled else "stop"
         ticket.answer = Completion(
-            "".join(words), tuple(range(len(words))), reason, 1, 1, 0, 0.1, len(words), 0.1
+            "".join(chunks), tuple(range(len(chunks))), reason, 1, 1, 0, 0.1, len(chunks), 0.1
         )
         ticket.end()
 

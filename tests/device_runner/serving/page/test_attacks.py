@@ -100,7 +100,7 @@ Promise.all(tried).then(outcomes => setTimeout(() => document.title = "tried " +
 
 @contextmanager
 def foreign_server(text: str) -> Iterator[int]:
-    """A foreign web server with one page."""
+    """Yield a foreign web server with one page."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -134,7 +134,7 @@ def test_a_foreign_page_stops_no_run_and_reads_nothing(
             assert {plain_json, plain, unread} <= {"refused", "opaque"}
             assert all("training" not in (frame.title() or "").lower() for frame in page.frames[1:])
         assert process.poll() is None
-        # The run was not asked to stop.
+        # No page could stop the run.
         own = visit(f"{server.url}/training", expected=("429",))
         own.get_by_role("button", name="Stop after this step").click()
         own.get_by_text("The run stops after this step.").wait_for()

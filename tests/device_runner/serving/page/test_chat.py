@@ -174,7 +174,7 @@ def test_ratings_and_corrections_are_kept(server: Served, visit: Visit) -> None:
 
 
 @pytest.mark.whole
-def test_a_server_without_feedback_says_so(visit: Visit) -> None:
+def test_a_server_without_feedback_reports_that(visit: Visit) -> None:
     with served(chats=False) as server:
         page = visit(server.url)
         page.get_by_role("textbox", name="Text to continue").fill("Once upon")
@@ -190,9 +190,9 @@ def test_sampling_settings_are_sent_with_the_message(server: Served, visit: Visi
     page = visit(server.url, expected=("400",))
     sent: list[Any] = []
     page.on("request", lambda request: sent.append(request.post_data_json) if request.post_data else None)
-    given = {"Temperature": "0.5", "Top p": "0.9", "Top k": "40", "Min p": "0.2", "Repetition penalty": "1.1",
-             "Max tokens": "99", "Seed": "7"}  # fmt: skip
-    for name, value in given.items():
+    values = {"Temperature": "0.5", "Top p": "0.9", "Top k": "40", "Min p": "0.2",
+              "Repetition penalty": "1.1", "Max tokens": "99", "Seed": "7"}  # fmt: skip
+    for name, value in values.items():
         page.get_by_label(name).fill(value)
     expect(send_message(page, "Hello")).to_contain_text("temperature 0.5")
     named = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "seed")
@@ -207,7 +207,7 @@ def test_sampling_settings_are_sent_with_the_message(server: Served, visit: Visi
 
 
 @pytest.mark.whole
-def test_learned_adapters_and_reverting_them(visit: Visit) -> None:
+def test_learned_adapters_are_listed_and_can_be_reverted(visit: Visit) -> None:
     with served(learns=True) as server:
         page = visit(server.url)
         history = page.locator(".history li")
@@ -222,7 +222,7 @@ def test_learned_adapters_and_reverting_them(visit: Visit) -> None:
 
 
 @pytest.mark.whole
-def test_a_conversation_goes_on_while_one_looks_at_runs(server: Served, visit: Visit) -> None:
+def test_a_conversation_continues_while_training_runs_are_shown(server: Served, visit: Visit) -> None:
     page = visit(server.url)
     expect(send_message(page, "Hello!")).to_contain_text("You said: Hello!")
     slow = send_message(page, "slow")
@@ -250,7 +250,7 @@ def test_a_models_output_is_shown_as_text(server: Served, visit: Visit) -> None:
 
 
 @pytest.mark.whole
-def test_a_megabyte_without_a_space(server: Served, visit: Visit) -> None:
+def test_a_megabyte_without_a_space_is_shown(server: Served, visit: Visit) -> None:
     page = visit(server.url, expected=("400",))
     answer = send_message(page, "line")
     expect(answer.locator("footer")).to_contain_text("64 tokens", timeout=30_000)
@@ -265,7 +265,7 @@ def test_a_megabyte_without_a_space(server: Served, visit: Visit) -> None:
 
 
 @pytest.mark.whole
-def test_a_thousand_messages_leave_the_page_quick(visit: Visit) -> None:
+def test_the_page_stays_fast_with_a_thousand_messages(visit: Visit) -> None:
     with served(chats=False) as server:
         page = visit(server.url)
         page.get_by_role("checkbox", name="tuned").check()
@@ -291,7 +291,7 @@ def test_a_thousand_messages_leave_the_page_quick(visit: Visit) -> None:
 
 
 @pytest.mark.whole
-def test_a_server_that_stops_and_restarts(visit: Visit) -> None:
+def test_the_chat_survives_a_restart_of_the_server(visit: Visit) -> None:
     with served() as first:
         page = visit(first.url)
         expect(send_message(page, "Hello!")).to_contain_text("You said")
@@ -330,7 +330,7 @@ def forwarded(port: int) -> Iterator[int]:
 
 
 @pytest.mark.whole
-def test_the_page_through_a_forwarded_port(server: Served, visit: Visit) -> None:
+def test_the_page_works_through_a_forwarded_port(server: Served, visit: Visit) -> None:
     with forwarded(server.port) as port:
         page = visit(f"http://localhost:{port}/")
         expect(send_message(page, "Hello")).to_contain_text("You said: Hello")
@@ -344,11 +344,11 @@ def test_a_key_is_requested_once_per_tab(visit: Visit) -> None:
         urls: list[str] = []
         page.on("request", lambda request: urls.append(request.url))
         field = page.get_by_label("API key")
-        for given, output in (("wrong", "This key is wrong."), ("secret", "")):
-            field.fill(given)
+        for key, message in (("wrong", "This key is wrong."), ("secret", "")):
+            field.fill(key)
             page.get_by_role("button", name="Open").click()
-            if output:
-                expect(page.get_by_role("alert").filter(has_text=output)).to_be_visible()
+            if message:
+                expect(page.get_by_role("alert").filter(has_text=message)).to_be_visible()
         expect(send_message(page, "Hello")).to_contain_text("You said: Hello")
         page.reload()
         expect(send_message(page, "Again")).to_contain_text("You said: Again")
@@ -363,7 +363,7 @@ def test_a_key_is_requested_once_per_tab(visit: Visit) -> None:
 
 
 @pytest.mark.whole
-def test_the_page_by_keyboard(server: Served, visit: Visit) -> None:
+def test_the_page_can_be_used_by_keyboard(server: Served, visit: Visit) -> None:
     page = visit(server.url)
     expect(page.get_by_role("textbox", name="Message")).to_be_visible()
     reached = []
@@ -377,8 +377,8 @@ def test_the_page_by_keyboard(server: Served, visit: Visit) -> None:
         if reached[-1] == "Message":
             break
     assert reached[0] == "Skip to content"
-    wanted = {"Chat", "Training", "Deutsch", "Temperature", "Seed", "base", "tuned", "Message"}
-    assert wanted <= set(reached)
+    expected = {"Chat", "Training", "Deutsch", "Temperature", "Seed", "base", "tuned", "Message"}
+    assert expected <= set(reached)
     page.keyboard.type("By keys")
     page.keyboard.press("Shift+Enter")
     page.keyboard.type("alone")
@@ -396,7 +396,7 @@ def test_the_page_by_keyboard(server: Served, visit: Visit) -> None:
 
 @pytest.mark.whole
 @pytest.mark.parametrize("locale", ["de-AT", "fr-FR"])
-def test_the_language_is_the_browsers_or_the_other(server: Served, visit: Visit, locale: str) -> None:
+def test_the_language_is_the_browsers_and_can_be_switched(server: Served, visit: Visit, locale: str) -> None:
     page = visit(server.url, locale)
     is_german = locale == "de-AT"
     expect(page.get_by_role("button", name="Senden" if is_german else "Send", exact=True)).to_be_visible()

@@ -31,7 +31,7 @@ def test_vendored_files_are_unchanged_and_have_their_licences() -> None:
     assert "The MIT License" in (FOLDER / "LICENSE.preact").read_text()
 
 
-def test_the_page_and_its_files_need_no_key_and_nothing_else_does_without(client: TestClient) -> None:
+def test_only_the_page_and_its_files_need_no_key(client: TestClient) -> None:
     for path in (
         "/",
         "/training",
@@ -90,7 +90,7 @@ def test_the_page_has_no_foreign_urls_and_no_inline_script_or_style() -> None:
     assert not re.search(r"<script[^>]*>[^<]|<style|style=|\son[a-z]+=", index)
 
 
-def test_texts_are_there_in_both_languages_and_are_used() -> None:
+def test_every_text_exists_in_both_languages_and_is_used() -> None:
     table = json.loads((FOLDER / "texts.json").read_text(encoding="utf-8"))
     english, german = table["en"], table["de"]
     assert english.keys() == german.keys()

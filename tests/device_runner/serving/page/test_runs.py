@@ -48,14 +48,14 @@ def status_of_stop(root: Path, name: str) -> int:
     return caught.value.status
 
 
-def test_runs_below_a_folder_or_the_one_that_it_is(tmp_path: Path) -> None:
+def test_runs_are_those_below_a_folder_or_the_folder_itself(tmp_path: Path) -> None:
     write_run(tmp_path / "a" / "first")
     write_run(tmp_path / "tuned" / "search" / "0.01-4", status="running")
     (tmp_path / "a" / "first" / "checkpoints" / "journal.jsonl").parent.mkdir()
     result = {each["run"]: each["status"] for each in list_runs(tmp_path)}
     assert result == {"a/first": "completed", "tuned/search/0.01-4": "killed"}
     assert [(each["run"], each["name"]) for each in list_runs(tmp_path / "a" / "first")] == [(".", "first")]
-    with raises(RunError, "folder-missing", saying=str(tmp_path / "none")):
+    with raises(RunError, "folder-missing", containing=str(tmp_path / "none")):
         Runs(tmp_path / "none")
 
 
@@ -142,7 +142,7 @@ def test_many_records_are_thinned_evenly(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.whole
-def test_a_hundred_megabytes_of_metrics(tmp_path: Path) -> None:
+def test_a_hundred_megabytes_of_metrics_are_read_in_chunks(tmp_path: Path) -> None:
     """A large file is read in chunks, and its records are thinned."""
     folder = write_run(tmp_path / "run")
     line = (
@@ -184,7 +184,7 @@ def test_an_endless_line_is_not_a_record(tmp_path: Path, monkeypatch: pytest.Mon
     "config",
     ["steps: .inf", "steps: -5", f"steps: {10**4000}", "steps: [1]", "&a [*a]", "learning_rate: .nan"],
 )
-def test_unusual_settings_break_nothing(tmp_path: Path, config: str) -> None:
+def test_unusable_settings_and_figures_of_a_run_are_left_out(tmp_path: Path, config: str) -> None:
     folder = write_run(tmp_path / "run")
     (folder / "config.yaml").write_text(config)
     summary = {"run": {"status": ["x"]}, "train": {"memory": {"peak_bytes": 1e300}, "best": {"loss": []}}}
@@ -219,12 +219,12 @@ with run_lock(Path(sys.argv[1])):
 
 @pytest.fixture
 def lock_holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that locks the run folder tmp_path/run."""
+    """Yield a process that locks the run folder tmp_path/run."""
     write_run(tmp_path / "run", status="running")
     pipe = subprocess.PIPE
-    words = [sys.executable, "-c", LOCK_SCRIPT, str(tmp_path / "run")]
+    command = [sys.executable, "-c", LOCK_SCRIPT, str(tmp_path / "run")]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[4])}
-    with subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True, env=environment) as process:
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment) as process:
         assert process.stdout is not None and process.stdout.readline() == "held\n"
         yield process
         process.kill()

@@ -72,7 +72,7 @@ def test_a_second_request_to_stop_is_refused(tmp_path: Path, visit: Visit) -> No
 
 
 @pytest.mark.whole
-def test_runs_of_a_tuning_by_the_keyboard(tmp_path: Path, visit: Visit) -> None:
+def test_runs_of_a_tuning_are_opened_by_keyboard(tmp_path: Path, visit: Visit) -> None:
     tuned = tmp_path / "tuned"
     for name in ("search/0.01-4", "search/0.03-4", "run"):
         write_run(tuned / name, steps=20 if "search" in name else 40)
@@ -148,7 +148,7 @@ def test_hostile_content_of_a_run_is_shown_as_text(tmp_path: Path, visit: Visit)
 
 
 @pytest.mark.whole
-def test_a_page_without_runs_says_how_to_have_them(tmp_path: Path, visit: Visit) -> None:
+def test_a_page_without_runs_names_the_command_that_shows_runs(tmp_path: Path, visit: Visit) -> None:
     with served() as server:
         page = visit(f"{server.url}/training")
         expect(page.locator("main")).to_contain_text("prge watch FOLDER")

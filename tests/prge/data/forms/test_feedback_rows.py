@@ -50,7 +50,7 @@ def test_corrections_become_completions_or_pairs(path: Path) -> None:
     assert summary.endswith("pairs, 1 ratings left out")
 
 
-def test_a_bad_rating_makes_all_of_them_rated_answers(path: Path) -> None:
+def test_one_bad_rating_makes_all_rows_rated_answers(path: Path) -> None:
     rows = TEXT.to_feedback(correction="bad"), TEXT.to_feedback("good"), TEXT.to_feedback("bad")
     result, summary = converted(path, *rows)
     assert [(row["completion"], row["label"]) for row in result] == [
@@ -83,18 +83,20 @@ def test_only_the_last_answer_of_a_conversation_is_trained_on(path: Path) -> Non
         ({"messages": "a"}, "rows-unreadable", "'a'"),
     ],
 )
-def test_manually_changed_rows(path: Path, change: dict[str, Any], code: str, value: str) -> None:
+def test_invalid_manual_changes_of_rows_are_refused(
+    path: Path, change: dict[str, Any], code: str, value: str
+) -> None:
     row = {**TEXT.to_feedback(correction="bad"), **change}
     path.write_text(json.dumps(TEXT.to_feedback("good")) + "\n" + json.dumps(row) + "\n")
-    with raises(DataError, code, saying="row 2"):
+    with raises(DataError, code, containing="row 2"):
         read_source(path)
     broken: list[str] = []
     assert len(read_source(path, broken=broken).rows) == 1 and value in broken[0]
 
 
-def test_an_unknown_rating_and_other_rows(path: Path) -> None:
+def test_unknown_ratings_and_other_rows_are_refused(path: Path) -> None:
     path.write_text(json.dumps({**TEXT.to_feedback("good"), "rating": 5}) + "\n")
-    with raises(DataError, "feedback-unsound", saying="5"):
+    with raises(DataError, "feedback-unsound", containing="5"):
         read_source(path)
     append_feedback(path, [TEXT.to_feedback("good")])
     with path.open("a") as stream:

@@ -23,8 +23,8 @@ def plain(fields: Mapping[str, Any], *, chat: bool = True, prompts_only: bool = 
     return form.row(Row(1, fields), chat=chat, prompts_only=prompts_only).fields
 
 
-def turn(speaker: str, value: str) -> dict[str, str]:
-    return {"from": speaker, "value": value}
+def turn(role: str, value: str) -> dict[str, str]:
+    return {"from": role, "value": value}
 
 
 def message(role: str, content: str) -> dict[str, str]:
@@ -56,7 +56,7 @@ def test_columns_that_the_user_names_choose_the_form() -> None:
     both = rows({"text": "a", "prompt": "b", "completion": "c"})
     assert find_form(both, "the data").name == "prompt and completion"
     assert find_form(both, "the data", ["text"]).name == "text"
-    with raises(DataError, "form-unknown", saying="text, prompt, completion"):
+    with raises(DataError, "form-unknown", containing="text, prompt, completion"):
         find_form(both, "the data", ["txt"])
 
 
@@ -74,7 +74,7 @@ def test_the_error_for_unknown_columns_lists_known_forms() -> None:
 
 def test_a_file_has_one_form() -> None:
     mixed = rows({"text": "a"}, {"instruction": "a", "output": "b"})
-    with raises(DataError, "forms-mixed", saying="Alpaca, text"):
+    with raises(DataError, "forms-mixed", containing="Alpaca, text"):
         find_form(mixed, "the data")
 
 
@@ -96,9 +96,9 @@ def test_an_instruction_has_headings_where_the_model_has_no_template() -> None:
     )
 
 
-@pytest.mark.parametrize("speakers", [("system", "human", "gpt"), ("SYSTEM", "User", "Assistant")])
-def test_turns_are_messages(speakers: tuple[str, str, str]) -> None:
-    turns = [turn(speaker, text) for speaker, text in zip(speakers, "abc", strict=True)]
+@pytest.mark.parametrize("roles", [("system", "human", "gpt"), ("SYSTEM", "User", "Assistant")])
+def test_turns_are_messages(roles: tuple[str, str, str]) -> None:
+    turns = [turn(role, text) for role, text in zip(roles, "abc", strict=True)]
     expected = [message("system", "a"), message("user", "b"), message("assistant", "c")]
     assert plain({"conversations": turns}) == {"messages": expected}
     assert plain({"conversations": expected}) == {"messages": expected}
@@ -122,13 +122,13 @@ def test_turns_are_messages(speakers: tuple[str, str, str]) -> None:
     ],
 )
 def test_invalid_rows_are_refused(fields: Mapping[str, Any], code: str, value: str) -> None:
-    with raises(RowError, code, saying=value):
+    with raises(RowError, code, containing=value):
         plain(fields)
 
 
 def test_a_row_of_another_form_is_refused() -> None:
     form = find_form(rows({"text": "a"}), "the data")
-    with raises(RowError, "row-of-other-form", saying="txt"):
+    with raises(RowError, "row-of-other-form", containing="txt"):
         form.row(Row(2, {"txt": "a"}), chat=False)
 
 

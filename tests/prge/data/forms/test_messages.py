@@ -30,8 +30,8 @@ def make_message(role: str, content: Any, **further: Any) -> dict[str, Any]:
     return {"role": role, "content": content, **further}
 
 
-ASKED, ANSWERED = make_message("user", "Hi"), make_message("assistant", "Yo")
-CHAT = [ASKED, ANSWERED]
+QUESTION, ANSWER = make_message("user", "Hi"), make_message("assistant", "Yo")
+CHAT = [QUESTION, ANSWER]
 
 
 def built(template: str | None, *rows: Mapping[str, Any], **options: Any) -> tuple[list[str], DataReport]:
@@ -101,17 +101,17 @@ def test_unread_template_arguments_are_reported() -> None:
         {"messages": CHAT},
         {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yo"}]},
         {"instruction": "Hi", "output": "Yo"},
-        {"prompt": [ASKED], "completion": [ANSWERED]},
-        {"prompt": [ASKED], "chosen": [ANSWERED], "rejected": [make_message("assistant", "No")]},
-        {"prompt": "Hi", "completion": [ANSWERED], "label": True},
+        {"prompt": [QUESTION], "completion": [ANSWER]},
+        {"prompt": [QUESTION], "chosen": [ANSWER], "rejected": [make_message("assistant", "No")]},
+        {"prompt": "Hi", "completion": [ANSWER], "label": True},
     ],
 )
-def test_a_column_system_is_the_message_of_the_system(row: Mapping[str, Any]) -> None:
-    wanted = rendered(CHATML, [make_message("system", "Be brief."), *CHAT])
-    what: Any = "completion" if {"chosen", "label"} & row.keys() else None
-    texts, report = built(CHATML, {**row, "system": "Be brief."}, objective=what)
-    assert texts == [wanted] and "system" in report.columns.split("; not read")[0]
-    texts, _ = built(CHATML, {**row, "system": None}, objective=what)
+def test_a_column_system_is_the_system_message(row: Mapping[str, Any]) -> None:
+    expected = rendered(CHATML, [make_message("system", "Be brief."), *CHAT])
+    objective: Any = "completion" if {"chosen", "label"} & row.keys() else None
+    texts, report = built(CHATML, {**row, "system": "Be brief."}, objective=objective)
+    assert texts == [expected] and "system" in report.columns.split("; not read")[0]
+    texts, _ = built(CHATML, {**row, "system": None}, objective=objective)
     assert texts == [rendered(CHATML, CHAT)]
 
 
@@ -137,8 +137,8 @@ def test_the_history_of_instructions_is_earlier_turns() -> None:
         make_message("assistant", "b"),
     ]
     messages += [make_message("user", "c"), make_message("assistant", "d")]
-    wanted = transformers_tokenizer(CHATML).apply_chat_template(messages, tokenize=False)
-    assert tokenizer.decode(example.sequences[0].tokens) == wanted
+    expected = transformers_tokenizer(CHATML).apply_chat_template(messages, tokenize=False)
+    assert tokenizer.decode(example.sequences[0].tokens) == expected
     target_tokens = [target.token for target in example.sequences[0].targets]
     assert tokenizer.decode(target_tokens) == "b<|im_end|>\nd<|im_end|>\n"
     assert report.columns == "instruction, output, history, system"
@@ -160,15 +160,15 @@ def test_history_and_system_of_instructions_without_a_template() -> None:
 @pytest.mark.parametrize("template", [CHATML, OF_PARTS])
 def test_contents_may_be_parts_that_are_texts(template: str) -> None:
     parts = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]
-    texts, _ = built(template, {"messages": [make_message("user", parts), ANSWERED]}, {"messages": CHAT})
+    texts, _ = built(template, {"messages": [make_message("user", parts), ANSWER]}, {"messages": CHAT})
     assert texts[0] == texts[1]
     image = [{"type": "image", "url": "a.png"}]
-    assert problem_of(template, {"messages": [make_message("user", image), ANSWERED]}) == (
+    assert problem_of(template, {"messages": [make_message("user", image), ANSWER]}) == (
         "row 1: message 1 (user) has a part of the type 'image': only text is supported"
     )
 
 
-def test_null_keys_of_messages_are_none_at_all() -> None:
+def test_null_keys_of_messages_are_ignored() -> None:
     """Rows of the hub's data sets all have the same keys, with nulls."""
     call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": {}}}
     nulls = [
@@ -178,7 +178,7 @@ def test_null_keys_of_messages_are_none_at_all() -> None:
     texts, _ = built(THINKS, {"messages": nulls, "tools": None})
     assert texts == [rendered(THINKS, nulls)]
     assert "has no text as content" in problem_of(
-        THINKS, {"messages": [ASKED, make_message("assistant", None)]}
+        THINKS, {"messages": [QUESTION, make_message("assistant", None)]}
     )
 
 
@@ -192,11 +192,11 @@ def test_null_keys_of_messages_are_none_at_all() -> None:
         ({"system": 3}, "system must be a text, not 3"),
         ({"messages": "Hi"}, "messages must be a list, or JSON of one, not 'Hi'"),
         (
-            {"messages": [ASKED, make_message("assistant", "a", train="no")]},
+            {"messages": [QUESTION, make_message("assistant", "a", train="no")]},
             "has the train 'no', must be true or false",
         ),
         (
-            {"messages": [ASKED, make_message("assistant", "a", weight="1")]},
+            {"messages": [QUESTION, make_message("assistant", "a", weight="1")]},
             "has the weight '1', must be 0 or 1",
         ),
     ],
@@ -210,7 +210,7 @@ def test_a_prompt_that_ends_with_an_answer_is_refused() -> None:
     assert "its prompt ends with an answer" in problem_of(CHATML, row)
 
 
-def test_chats_that_are_rendered_in_several_ways_are_cut_between_turns() -> None:
+def test_chats_with_several_renderings_are_cut_between_turns() -> None:
     tokenizer = Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, chat_template=ENDS_WITH_EOS)
     turns = [
         each
@@ -257,13 +257,13 @@ def test_a_date_stands_for_today() -> None:
 @pytest.mark.parametrize("source", ["{{ [1, 2, 3, 4, 5, 6, 7, 8, 9] | random }}", "{{ lipsum(1) }}"])
 def test_templates_with_random_numbers_are_deterministic(source: str) -> None:
     first, second = (ChatTemplate(source, SPECIAL) for _ in range(2))
-    texts = {each.render([ASKED]) for each in (first, second, first)}
+    texts = {each.render([QUESTION]) for each in (first, second, first)}
     assert len(texts) == 1
 
 
 def test_no_template_is_compiled_without_messages() -> None:
     source = "{{ messages[0].role }}{% for m in messages %}{{ m.content }}|{% endfor %}"
-    [result] = ChatTemplate(source, SPECIAL).renderings([ANSWERED, ASKED, ANSWERED])
+    [result] = ChatTemplate(source, SPECIAL).renderings([ANSWER, QUESTION, ANSWER])
     assert [result.text[start:end] for start, end in result.spans] == ["Yo|", "Yo|"]
 
 
@@ -278,8 +278,11 @@ def test_no_template_is_compiled_without_messages() -> None:
 )
 def test_ignored_parts_of_messages_are_reported(template: str, expected: list[str] | None) -> None:
     call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": {}}}
-    messages = [ASKED, make_message("assistant", "Let me see.", reasoning_content="Hm.", tool_calls=[call])]
-    messages += [make_message("tool", "21"), ANSWERED]
+    messages = [
+        QUESTION,
+        make_message("assistant", "Let me see.", reasoning_content="Hm.", tool_calls=[call]),
+    ]
+    messages += [make_message("tool", "21"), ANSWER]
     tokenizer = Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, chat_template=template)
     model = make_spec(sequence_length=900, vocabulary_size=1000)
     _, report = build_examples([Row(1, {"messages": messages})], tokenizer, model)
@@ -288,14 +291,14 @@ def test_ignored_parts_of_messages_are_reported(template: str, expected: list[st
     assert result == (all_of_it if expected is None else expected)
 
 
-def test_variables_of_a_template() -> None:
+def test_the_variables_of_a_template_are_listed() -> None:
     assert ChatTemplate(THINKS, SPECIAL).variables == {"tools", "enable_thinking"}
     assert ChatTemplate(CHATML, SPECIAL).variables == ChatTemplate(DATED, SPECIAL).variables == set()
 
 
 def test_ambiguous_generation_tags_are_refused() -> None:
     source = TAGGED.replace("{%- for message in messages %}", "{%- for message in messages[-1:] %}")
-    messages = [*CHAT, ASKED, ANSWERED]
+    messages = [*CHAT, QUESTION, ANSWER]
     [result] = ChatTemplate(source, SPECIAL).renderings(messages)
     assert len(result.spans) == 1
     with raises(DataError, "turns-not-separable"):

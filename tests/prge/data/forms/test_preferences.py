@@ -39,7 +39,7 @@ def make_message(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
-ASKED = make_message("user", "How was it?")
+QUESTION = make_message("user", "How was it?")
 GOOD, BAD = make_message("assistant", "good"), make_message("assistant", "bad")
 
 
@@ -85,23 +85,28 @@ def test_a_pair_is_an_example_of_two_candidates() -> None:
         ({"chosen": "goodness", "rejected": "good"}, "good", "ness", None),
         ({"prompt": "It was", "chosen": "It was good", "rejected": "It was bad"}, "It was", " good", " bad"),
         ({"prompt": "The", "chosen": "The end", "rejected": "No"}, "The", "The end", "No"),
-        ({"chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]}, [ASKED], [GOOD], [BAD]),
-        ({"prompt": [ASKED], "chosen": [GOOD], "rejected": [BAD]}, [ASKED], [GOOD], [BAD]),
-        ({"prompt": [ASKED], "chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]}, [ASKED], [GOOD], [BAD]),
+        ({"chosen": [QUESTION, GOOD], "rejected": [QUESTION, BAD]}, [QUESTION], [GOOD], [BAD]),
+        ({"prompt": [QUESTION], "chosen": [GOOD], "rejected": [BAD]}, [QUESTION], [GOOD], [BAD]),
         (
-            {"prompt": "How was it?", "chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]},
-            [ASKED],
+            {"prompt": [QUESTION], "chosen": [QUESTION, GOOD], "rejected": [QUESTION, BAD]},
+            [QUESTION],
             [GOOD],
             [BAD],
         ),
-        ({"prompt": "How was it?", "chosen": [GOOD], "rejected": [BAD]}, [ASKED], [GOOD], [BAD]),
+        (
+            {"prompt": "How was it?", "chosen": [QUESTION, GOOD], "rejected": [QUESTION, BAD]},
+            [QUESTION],
+            [GOOD],
+            [BAD],
+        ),
+        ({"prompt": "How was it?", "chosen": [GOOD], "rejected": [BAD]}, [QUESTION], [GOOD], [BAD]),
     ],
 )
 def test_prompt_and_answers_are_split(
     fields: Mapping[str, Any], prompt: Any, chosen: Any, rejected: Any
 ) -> None:
     if rejected is None:
-        with raises(RowError, "answer-empty", saying="rejected"):
+        with raises(RowError, "answer-empty", containing="rejected"):
             parse_pair(fields)
         return
     assert parse_pair(fields) == {"prompt": prompt, "chosen": chosen, "rejected": rejected}
@@ -123,22 +128,22 @@ def test_prompt_and_answers_are_split(
         ),
         (
             {
-                "chosen": [ASKED, GOOD],
+                "chosen": [QUESTION, GOOD],
                 "rejected": [make_message("user", "What?"), BAD],
                 "prompt": "How was it?",
             },
             "prompt-missing",
         ),
         (
-            {"chosen": [ASKED, GOOD], "rejected": [ASKED, BAD], "prompt": "When?"},
+            {"chosen": [QUESTION, GOOD], "rejected": [QUESTION, BAD], "prompt": "When?"},
             "prompt-of-no-answer",
         ),
     ],
 )
-def test_pairs_that_cant_be_used(changed: Mapping[str, Any], code: str) -> None:
+def test_unusable_pairs_are_refused(changed: Mapping[str, Any], code: str) -> None:
     objective: ObjectiveName
     for objective in ("dpo", "kto"):
-        with raises(DataError, code, saying="row 2"):
+        with raises(DataError, code, containing="row 2"):
             built(PAIR, {**PAIR, **changed}, objective=objective, tokenizer=CHAT)
 
 
@@ -170,7 +175,7 @@ def test_labels_of_tables_are_read(label: object) -> None:
 
 @pytest.mark.parametrize("label", ["good", 2, None, 0.5, ""])
 def test_a_label_that_is_no_truth_value_is_refused(label: object) -> None:
-    with raises(DataError, "label-unknown", saying="--objective completion"):
+    with raises(DataError, "label-unknown", containing="--objective completion"):
         built(RATED[0], {**RATED[1], "label": label})
     examples, report = built(RATED[0], {**RATED[1], "label": label}, objective="completion")
     assert (len(examples), report.objective, examples[0].candidates) == (2, "completion", 1)
@@ -207,7 +212,7 @@ def test_chosen_answers_can_be_completions() -> None:
 
 
 def test_messages_after_the_prompt_are_trained_on() -> None:
-    before = [make_message("user", "Hi"), make_message("assistant", "hello"), ASKED]
+    before = [make_message("user", "Hi"), make_message("assistant", "hello"), QUESTION]
     [example], _ = built({"chosen": [*before, GOOD], "rejected": [*before, BAD]}, tokenizer=CHAT, length=192)
     chosen, rejected = texts(example, CHAT)
     assert chosen[0] == rejected[0]
@@ -220,7 +225,7 @@ def test_messages_after_the_prompt_are_trained_on() -> None:
 
 
 def test_messages_need_a_chat_template() -> None:
-    fields = {"chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]}
+    fields = {"chosen": [QUESTION, GOOD], "rejected": [QUESTION, BAD]}
     assert find_form(rows(fields), "the data").chat == "needs"
     with raises(DataError, "chat-template-missing"):
         built(fields)
@@ -234,9 +239,9 @@ def test_a_prompt_that_is_too_long_is_cut_alike_for_both_answers() -> None:
     assert example.cut
     assert "prompts cut at the beginning" in report.summary()
     assert max(len(sequence.tokens) for sequence in example.sequences) <= 48
-    with raises(DataError, "row-too-long", saying="48"):
+    with raises(DataError, "row-too-long", containing="48"):
         built(long, length=48, overflow="error")
-    with raises(DataError, "overflow-does-not-fit", saying="pairs"):
+    with raises(DataError, "overflow-does-not-fit", containing="pairs"):
         built(long, length=48, overflow="split")
 
 
@@ -256,13 +261,13 @@ def test_a_weight_counts_and_must_be_a_number() -> None:
     assert [each.weight for each in examples] == [2, 0.5, 1]
     assert built({**PAIR, "weight": 3.0})[0][0].weight == 3
     for wrong in ("heavy", 0, -1, True and [1], float("inf"), 1e7):
-        with raises(DataError, "weight-unusable", saying="row 1"):
+        with raises(DataError, "weight-unusable", containing="row 1"):
             built({**fields, "weight": wrong})
 
 
-def test_a_task_takes_the_objectives_of_its_candidates_alone() -> None:
-    words = {"name": "mood", "template": "{text} was", "label_words": {0: " bad", 1: " good"}}
-    task = parse_task(words, "mood")
+def test_a_task_accepts_only_the_objectives_of_candidates() -> None:
+    fields_of_task = {"name": "mood", "template": "{text} was", "label_words": {0: " bad", 1: " good"}}
+    task = parse_task(fields_of_task, "mood")
     fields = rows({"text": "the film", "label": 1}, {"text": "the cat", "label": 0})
 
     def built_of(objective: ObjectiveName) -> list[Example]:
@@ -270,16 +275,16 @@ def test_a_task_takes_the_objectives_of_its_candidates_alone() -> None:
 
     assert [each.candidates for each in built_of("auto")] == [2, 2]
     assert [each.candidates for each in built_of("completion")] == [1, 1]
-    with raises(DataError, "objective-does-not-fit", saying="mood"):
+    with raises(DataError, "objective-does-not-fit", containing="mood"):
         built_of("dpo")
 
 
 def test_rows_without_a_column_are_reported() -> None:
     objective: ObjectiveName
     for objective in ("dpo", "kto"):
-        with raises(DataError, "row-of-other-form", saying="row 2"):
+        with raises(DataError, "row-of-other-form", containing="row 2"):
             built(PAIR, {"chosen": "a"}, objective=objective)
-    with raises(DataError, "row-of-other-form", saying="row 2"):
+    with raises(DataError, "row-of-other-form", containing="row 2"):
         built(RATED[0], {"completion": "a", "label": True})
 
 
@@ -289,9 +294,9 @@ def test_ratings_are_completions_for_verbs_that_know_no_preferences() -> None:
 
 
 def test_rows_and_objective_must_fit() -> None:
-    with raises(DataError, "objective-does-not-fit", saying="dpo"):
+    with raises(DataError, "objective-does-not-fit", containing="dpo"):
         built(*RATED, objective="dpo")
-    with raises(DataError, "objective-does-not-fit", saying="kto"):
+    with raises(DataError, "objective-does-not-fit", containing="kto"):
         built({"text": "a cat"}, objective="kto")
-    with raises(DataError, "rows-of-preferences", saying="pairs"):
+    with raises(DataError, "rows-of-preferences", containing="pairs"):
         built(PAIR, objective=None)

@@ -172,9 +172,9 @@ def test_label_words_may_bring_their_own_space() -> None:
     ],
 )
 def test_labels_as_files_write_them(keys: tuple[Any, Any], value: Any, index: int) -> None:
-    words = dict(zip(keys, ("bad", "good"), strict=True))
+    label_words = dict(zip(keys, ("bad", "good"), strict=True))
     assert (
-        parse_task({"name": "a", "template": "{t}", "label_words": words}, "a").label({"label": value})
+        parse_task({"name": "a", "template": "{t}", "label_words": label_words}, "a").label({"label": value})
         == index
     )
 
@@ -206,10 +206,12 @@ def test_label_of_choices_by_index_or_column() -> None:
         ("squad", {"answers": 3}, "column-not-texts", "'answers'"),
     ],
 )
-def test_rows_that_do_not_fit(name: str, change: Mapping[str, Any], code: str, value: str) -> None:
+def test_rows_that_do_not_fit_are_refused(
+    name: str, change: Mapping[str, Any], code: str, value: str
+) -> None:
     row = {**GOLDEN[name][0], **change}
     task = load_task(name)
-    with raises(RowError, code, saying=value):
+    with raises(RowError, code, containing=value):
         task.prompt(row)
         if task.is_completion:
             task.answers(row)
@@ -217,8 +219,8 @@ def test_rows_that_do_not_fit(name: str, change: Mapping[str, Any], code: str, v
             task.label(row)
 
 
-def test_missing_column() -> None:
-    with raises(RowError, "column-missing", saying="sentence"):
+def test_a_missing_column_is_named() -> None:
+    with raises(RowError, "column-missing", containing="sentence"):
         load_task("sst2").prompt({"text": "a"})
 
 
@@ -256,7 +258,7 @@ def test_templates(source: str, row: dict[str, Any], text: str) -> None:
         "{a|strip()}",
     ],
 )
-def test_templates_reach_nothing_but_columns(source: str) -> None:
+def test_templates_read_nothing_but_columns(source: str) -> None:
     with pytest.raises(ValueError):
         Template.parse(source)
 
@@ -329,7 +331,7 @@ QUESTION = {"name": "q", "template": "{q}", "columns": {"answers": "a"}, "metric
         (["a"], "it must hold keys and values"),
     ],
 )
-def test_task_that_can_not_be_used(content: object, problem: str) -> None:
+def test_unusable_tasks_are_refused(content: object, problem: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_task(content, "mine.yaml")
     assert any(each.startswith(problem) for each in caught.value.problems), caught.value.problems
@@ -339,12 +341,12 @@ def test_generation_settings() -> None:
     assert load_task("squad").generate == load_task("drop").generate == Generate(50, ("\n",))
     assert load_task("sst2").generate is None
     assert parse_task({**QUESTION, "generate": {}}, "a").generate == Generate(50, ("\n",))
-    given = {"max_tokens": 5, "stop": ["#", "\n\n"]}
-    assert parse_task({**QUESTION, "generate": given}, "a").generate == Generate(5, ("#", "\n\n"))
+    settings = {"max_tokens": 5, "stop": ["#", "\n\n"]}
+    assert parse_task({**QUESTION, "generate": settings}, "a").generate == Generate(5, ("#", "\n\n"))
 
 
-def test_unknown_name_and_damaged_yaml(tmp_path: Path) -> None:
-    with raises(ConfigError, "task-unknown", saying="sst2"):
+def test_unknown_names_and_damaged_yaml_are_reported(tmp_path: Path) -> None:
+    with raises(ConfigError, "task-unknown", containing="sst2"):
         load_task("sst-2")
     path = tmp_path / "a.yaml"
     path.write_text("name: [\n")
@@ -375,7 +377,7 @@ def test_a_hostile_task_file_is_refused_in_a_short_message(tmp_path: Path, name:
     content, code, value = HOSTILE[name]
     path = tmp_path / "task.yaml"
     path.write_text(content)
-    with raises(ConfigError, code, saying=value) as caught:
+    with raises(ConfigError, code, containing=value) as caught:
         load_task(path)
     assert len(str(caught.value)) < 3000
 

@@ -28,7 +28,7 @@ ANSWERED = AnswerRecord("cmpl-1", "m", "0" * 16, {"prompt": "a"}, " b", {"seed":
 ROW = ANSWERED.to_feedback("good")
 
 
-def test_a_torn_last_line_is_dropped_where_it_is_read_and_before_another_is_written(tmp_path: Path) -> None:
+def test_an_incomplete_last_line_is_ignored_and_removed_before_the_next_write(tmp_path: Path) -> None:
     path = tmp_path / "feedback.jsonl"
     append_feedback(path, [ROW, ROW])
     whole = path.read_bytes()
@@ -44,7 +44,7 @@ def test_a_torn_last_line_is_dropped_where_it_is_read_and_before_another_is_writ
 
 
 @pytest.mark.parametrize("content", [b'{"text": "a"}\n{"te', b"", b"\n", b'{"a', b'[1]\n{"a'])
-def test_a_torn_line_of_other_rows_is_an_error_as_ever(content: bytes) -> None:
+def test_an_incomplete_line_of_other_rows_is_an_error(content: bytes) -> None:
     assert whole_lines(content) == content
 
 
@@ -64,12 +64,12 @@ def test_a_file_with_other_content_is_refused_unchanged(tmp_path: Path, content:
     path = tmp_path / "people.csv"
     path.write_bytes(content)
     path.chmod(0o644)
-    with raises(DataError, "feedback-foreign", saying=str(path)):
+    with raises(DataError, "feedback-foreign", containing=str(path)):
         check_feedback(path)
     assert path.read_bytes() == content and path.stat().st_mode & 0o777 == 0o644
 
 
-def test_a_file_that_can_take_feedback_is_left_as_it_is_too(tmp_path: Path) -> None:
+def test_checking_a_file_of_feedback_does_not_change_it(tmp_path: Path) -> None:
     path = tmp_path / "feedback.jsonl"
     check_feedback(path)
     assert not path.exists()
@@ -82,13 +82,13 @@ def test_a_file_that_can_take_feedback_is_left_as_it_is_too(tmp_path: Path) -> N
         assert path.read_bytes() == content and path.stat().st_mode & 0o777 == 0o644
 
 
-def test_other_types_of_files_take_no_feedback(tmp_path: Path) -> None:
+def test_other_types_of_files_accept_no_feedback(tmp_path: Path) -> None:
     path = tmp_path / "feedback.jsonl"
     append_feedback(path, [ROW])
     (tmp_path / "link").symlink_to(path)
     os.mkfifo(tmp_path / "pipe")
     for other in (tmp_path, tmp_path / "link", tmp_path / "pipe", tmp_path / "none" / "feedback.jsonl"):
-        with raises(RunError, "write-failed", saying=str(other)):
+        with raises(RunError, "write-failed", containing=str(other)):
             check_feedback(other)
 
 
@@ -99,7 +99,7 @@ def test_a_text_that_is_no_feedback_keeps_its_last_line(tmp_path: Path) -> None:
     assert path.read_bytes().startswith(b"a text\n{")
 
 
-def test_the_file_is_its_owners_alone(tmp_path: Path) -> None:
+def test_only_the_owner_can_read_the_file(tmp_path: Path) -> None:
     path = tmp_path / "feedback.jsonl"
     before = os.umask(0)
     try:
@@ -114,7 +114,7 @@ def test_the_file_is_its_owners_alone(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-def test_rows_that_come_while_others_are_forgotten_are_kept(tmp_path: Path) -> None:
+def test_rows_that_are_appended_during_a_removal_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "feedback.jsonl"
     bad = ANSWERED.to_feedback("bad")
 
@@ -129,23 +129,23 @@ def test_rows_that_come_while_others_are_forgotten_are_kept(tmp_path: Path) -> N
     assert [row["rating"] for row in read_feedback(path)] == ["good"] * 50
 
 
-def test_rows_are_looked_at_before_the_file_is_locked(tmp_path: Path) -> None:
-    """Appending meanwhile doesn't wait, and a row that is appended meanwhile is checked, too."""
+def test_rows_are_matched_before_the_file_is_locked(tmp_path: Path) -> None:
+    """Appending doesn't wait for the check, and a row that is appended during the check is checked too."""
     path = tmp_path / "feedback.jsonl"
     append_feedback(path, [ROW] * 3)
-    seen = []
+    numbers = []
 
     def give_up() -> None:
         raise AssertionError("the file is locked")
 
     def is_meant(number: int, fields: Any, line: str) -> bool:
-        if len(seen) < 3:
+        if len(numbers) < 3:
             append_feedback(path, [{**ROW, "id": f"new {number}"}], give_up)
-        seen.append(number)
+        numbers.append(number)
         return number in (2, 4)
 
     assert remove_rows(path, is_meant) == 2
-    assert seen == [1, 2, 3, 4, 5, 6]
+    assert numbers == [1, 2, 3, 4, 5, 6]
     assert [row["id"] for row in read_feedback(path)] == ["cmpl-1", "cmpl-1", "new 2", "new 3"]
 
 
@@ -168,7 +168,7 @@ def test_a_file_that_is_replaced_meanwhile_is_checked_again(tmp_path: Path) -> N
 def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "target")
     for path in (tmp_path, tmp_path / "link", tmp_path / "none" / "feedback.jsonl"):
-        with raises(RunError, "write-failed", saying=str(path)):
+        with raises(RunError, "write-failed", containing=str(path)):
             append_feedback(path, [ROW])
     assert not (tmp_path / "target").exists()
 
@@ -186,7 +186,7 @@ def test_lines_that_are_no_json_are_removed_by_their_text(tmp_path: Path) -> Non
     assert numbers == [1, 2, 4] and path.read_text() == '{"text": "A"}\nbroken\n\n'
 
 
-def test_a_correction_of_a_text_that_goes_on_keeps_its_space() -> None:
+def test_a_correction_of_a_continued_text_keeps_its_space() -> None:
     assert (
         with_leading_space("c", " b") == " c"
         and with_leading_space("\nc", " b") == "\nc"

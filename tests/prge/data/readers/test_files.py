@@ -35,14 +35,16 @@ def test_json_is_a_list_of_rows_or_of_texts(write: Write) -> None:
     assert read_rows(write("b.json", '["one", "two"]')) == read_rows(path)
 
 
-def test_jsonl_by_the_name_of_json(write: Write) -> None:
+def test_jsonl_may_have_the_extension_json(write: Write) -> None:
     assert read_rows(write("a.json", '{"text": "one"}\n{"text": "two"}\n'))[1] == Row(2, {"text": "two"})
 
 
-def test_more_rows_than_a_file_explains_are_refused(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_expand_to_too_many_rows_are_refused(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows of two bytes in a file take hundreds of bytes in memory."""
     monkeypatch.setattr(parquet, "MIN_BYTES", 0)
-    with raises(DataError, "file-expands", saying="202"):
+    with raises(DataError, "file-expands", containing="202"):
         read_rows(write("a.csv", "a\n" + "b\n" * 100))
     assert len(read_rows(write("b.csv", "text\n" + "four\n" * 100))) == 100
 
@@ -59,7 +61,7 @@ def test_parquet(tmp_path: Path) -> None:
     parquet.write_table(table, path)
     assert read_rows(path) == [Row(1, {"messages": turns, "n": 1, "day": day, "b": 0.5}), Row(2, {"n": 2})]
     path.write_bytes(b"PAR1 no table")
-    with raises(DataError, "parquet-damaged", saying=str(path)):
+    with raises(DataError, "parquet-damaged", containing=str(path)):
         read_rows(path)
 
 
@@ -97,10 +99,10 @@ def test_values_that_are_no_text_are_refused_with_row_and_column(
     path = tmp_path / "a.parquet"
     parquet.write_table(pyarrow.table({"text": pyarrow.array([value], types[variant])}), path)
     (row,) = read_rows(path)
-    with raises(RowError, "column-not-text", saying=message):
+    with raises(RowError, "column-not-text", containing=message):
         get_text(row.fields, "text")
     if variant not in ("int64", "bool", "double"):
-        with raises(RowError, "column-not-text", saying="text"):
+        with raises(RowError, "column-not-text", containing="text"):
             Template.parse("{text}").render(row.fields)
 
 
@@ -166,7 +168,7 @@ def test_a_file_of_one_row_is_one_row(write: Write, fields: dict[str, Any]) -> N
 def test_parts_of_a_json_file(write: Write) -> None:
     path = write("a.json", '{"train": [{"text": "one"}], "validation": [{"text": "two"}]}')
     assert read_rows(path, part="dev") == [Row(1, {"text": "two"})]
-    with raises(DataError, "rows-unreadable", saying="validation"):
+    with raises(DataError, "rows-unreadable", containing="validation"):
         read_rows(path, part="test")
 
 
@@ -186,7 +188,7 @@ def test_pandas_layouts_are_those_that_pandas_reads(tmp_path: Path) -> None:
 
 def test_parquet_without_its_library(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with raises(DataError, "package-missing", saying="pyarrow"):
+    with raises(DataError, "package-missing", containing="pyarrow"):
         read_rows(write("a.parquet", b"PAR1"))
 
 
@@ -293,7 +295,7 @@ def test_many_problems_are_counted(write: Write) -> None:
     assert len(lines) == 1 + 41 + 1
 
 
-def test_missing_file(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     with raises(DataError, "file-missing"):
         read_rows(tmp_path / "a.jsonl")
 
@@ -315,8 +317,8 @@ def test_ranges_of_one_shuffle_share_no_row(count: int, seed: int, cut: int) -> 
     assert sorted([*train, *rest]) == list(range(count))
 
 
-def test_selection_that_leaves_nothing() -> None:
-    with raises(DataError, "selection-empty", saying="3"):
+def test_a_selection_without_rows_is_refused() -> None:
+    with raises(DataError, "selection-empty", containing="3"):
         select_rows([1, 2, 3], Selection(start=3))
 
 
@@ -326,7 +328,7 @@ def test_invalid_selections() -> None:
     assert len(caught.value.problems) == 3
 
 
-def test_sst2_is_read_entirely(shared: Path) -> None:
+def test_all_of_sst2_is_read(shared: Path) -> None:
     path = shared / "data" / "sst2" / "train.tsv"
     rows = read_rows(path)
     assert len(rows) == 67_349
@@ -340,5 +342,5 @@ def test_a_table_of_very_many_columns_is_read_in_time(tmp_path: Path) -> None:
     path = tmp_path / "rows.tsv"
     header = "\t".join(f"c{number}" for number in range(100_000))
     path.write_text(f"{header}\n" + "a\n" * 1000)
-    with raises(DataError, "rows-unreadable", saying="100000"):
+    with raises(DataError, "rows-unreadable", containing="100000"):
         read_rows(path)

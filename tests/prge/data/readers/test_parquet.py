@@ -21,7 +21,7 @@ from prge.errors import DataError
 from tests.refusals import raises
 
 REPOSITORY = Path(__file__).resolve().parents[4]
-MOST_MEGABYTES = 300
+MAX_MEGABYTES = 300
 # Prints the error, and the peak memory in megabytes of this process and its children.
 READ = """
 import resource, sys
@@ -57,7 +57,7 @@ def one_text_of_zeros() -> pyarrow.Table:
 
 
 def medium_texts() -> pyarrow.Table:
-    """Batches of these fit the child's memory, so the parent counts them."""
+    """Return a table whose batches fit the child's memory, so that the parent counts them."""
     indices = pyarrow.array([0] * 100_000, pyarrow.int32())
     return pyarrow.table({"text": pyarrow.DictionaryArray.from_arrays(indices, ["x" * 20_000])})
 
@@ -81,9 +81,9 @@ def test_files_that_expand_too_much_are_refused(
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "ARROW_DEFAULT_MEMORY_POOL": "system"}
     command = [sys.executable, "-c", READ, str(path)]
     output = subprocess.run(command, capture_output=True, text=True, env=environment, check=True).stdout
-    *lines, taken = output.splitlines()
+    *lines, megabytes = output.splitlines()
     assert f"{path} can't be read as data" in lines[0] and message in lines[1], output
-    assert int(taken) < MOST_MEGABYTES
+    assert int(megabytes) < MAX_MEGABYTES
 
 
 def test_ordinary_files_are_read_whatever_they_repeat(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_texts_that_are_no_utf8_are_refused(tmp_path: Path) -> None:
     text = pyarrow.StringArray.from_buffers(2, *content.buffers()[1:])
     path = tmp_path / "a.parquet"
     parquet.write_table(pyarrow.table({"text": text}), path)
-    with raises(DataError, "parquet-damaged", saying=str(path)):
+    with raises(DataError, "parquet-damaged", containing=str(path)):
         read_rows(path)
 
 
@@ -117,7 +117,7 @@ def test_texts_that_are_no_utf8_are_refused(tmp_path: Path) -> None:
 def test_damaged_files_are_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "a.parquet"
     path.write_bytes(content)
-    with raises(DataError, "parquet-damaged", saying=str(path)):
+    with raises(DataError, "parquet-damaged", containing=str(path)):
         read_rows(path)
 
 
@@ -135,4 +135,4 @@ def test_files_with_changed_bytes_are_read_or_refused(tmp_path: Path) -> None:
         path.write_bytes(changed)
         with contextlib.suppress(DataError):
             read_rows(path)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < MOST_MEGABYTES << 10
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < MAX_MEGABYTES << 10

@@ -55,7 +55,7 @@ def test_the_order_of_rows_changes_no_part(texts: list[str], random: object) -> 
 
 
 @given(TEXTS)
-def test_something_is_left_to_train_and_to_score(texts: list[str]) -> None:
+def test_every_split_leaves_rows_to_train_on_and_to_score(texts: list[str]) -> None:
     parts = split_rows(rows(texts))
     assert bool(parts.train) == bool(texts)
     assert bool(parts.dev) == (len(set(texts)) >= 2)
@@ -92,7 +92,7 @@ def test_few_rows_are_split_with_a_warning() -> None:
     assert parts.notes == ["dev: 1 of 3 rows, by a hash of their content; figures of so few rows are noisy"]
 
 
-def test_of_equal_rows_none_can_be_split_off() -> None:
+def test_equal_rows_cannot_be_split() -> None:
     parts = split_rows(rows(["same"] * 50))
     assert (len(parts.train), parts.dev) == (50, [])
     assert parts.notes == [

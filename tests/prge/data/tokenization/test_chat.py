@@ -45,10 +45,10 @@ def test_same_text_as_transformers(name: str, conversation: str, add_generation_
 
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=byte_level_backend(), **SPECIAL)
     messages = CONVERSATIONS[conversation]
-    mine = ChatTemplate(TEMPLATES[name], SPECIAL)
+    template = ChatTemplate(TEMPLATES[name], SPECIAL)
     if (name, conversation) == ("turns", "system"):
-        with raises(DataError, "messages-refused", saying="no system role"):
-            mine.render(messages, add_generation_prompt=add_generation_prompt)
+        with raises(DataError, "messages-refused", containing="no system role"):
+            template.render(messages, add_generation_prompt=add_generation_prompt)
         return
     expected = tokenizer.apply_chat_template(
         messages,
@@ -56,7 +56,7 @@ def test_same_text_as_transformers(name: str, conversation: str, add_generation_
         tokenize=False,
         add_generation_prompt=add_generation_prompt,
     )
-    assert mine.render(messages, add_generation_prompt=add_generation_prompt) == expected
+    assert template.render(messages, add_generation_prompt=add_generation_prompt) == expected
 
 
 @pytest.mark.parametrize(
@@ -142,12 +142,12 @@ def test_same_tokens_as_transformers(name: str) -> None:
 
     reference = transformers.PreTrainedTokenizerFast(tokenizer_object=byte_level_backend(), **SPECIAL)
     messages = CONVERSATIONS["two turns"]
-    mine = Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, prepend_bos=True)
+    tokenizer = Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, prepend_bos=True)
     rendered = ChatTemplate(TEMPLATES[name], SPECIAL).render(messages)
-    wanted = reference.apply_chat_template(messages, chat_template=TEMPLATES[name], tokenize=True)[
+    expected = reference.apply_chat_template(messages, chat_template=TEMPLATES[name], tokenize=True)[
         "input_ids"
     ]
-    assert mine.encode(rendered, control=True) == wanted
+    assert tokenizer.encode(rendered, control=True) == expected
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_same_tokens_as_transformers(name: str) -> None:
         ("{{ 9 ** (9 ** 9) }}", ["seconds"]),
     ],
 )
-def test_template_that_loops_or_grows_is_ended(source: str, values: list[str]) -> None:
+def test_a_template_that_loops_or_grows_is_stopped(source: str, values: list[str]) -> None:
     with measured_children() as took, raises(BundleError, "chat-template-unbounded") as caught:
         ChatTemplate(source, SPECIAL).render(CONVERSATIONS["answer"])
     assert any(value in str(caught.value) for value in values)
@@ -203,7 +203,7 @@ def children() -> set[str]:
     return result
 
 
-def test_a_child_that_crossed_a_bound_leaves_nothing_behind() -> None:
+def test_a_child_that_crossed_a_bound_leaves_no_process() -> None:
     before = children()
     template = ChatTemplate("{{ 'a' * 10**9 if messages | length > 1 else 'b' }}", SPECIAL)
     assert template.render(CONVERSATIONS["question"]) == "b"
@@ -213,7 +213,7 @@ def test_a_child_that_crossed_a_bound_leaves_nothing_behind() -> None:
     assert children() <= before
 
 
-def test_a_template_that_is_not_needed_any_more_ends_its_child() -> None:
+def test_an_unused_template_ends_its_child() -> None:
     before = children()
     template = ChatTemplate(CHATML, SPECIAL)
     assert len(children() - before) == 1
@@ -222,21 +222,21 @@ def test_a_template_that_is_not_needed_any_more_ends_its_child() -> None:
     assert children() <= before
 
 
-def test_a_long_conversation_has_the_room_that_it_needs() -> None:
+def test_a_long_conversation_gets_the_memory_that_it_needs() -> None:
     messages = [USER, {"role": "assistant", "content": "Gr\u00fc\u00dfe! \U0001f600 " * 500_000}]
     [result] = ChatTemplate(CHATML, SPECIAL).renderings(messages)
     assert result.is_exact and len(result.spans) == 1 and len(result.text) > 4_000_000
 
 
 @dataclass
-class Took:
+class CpuTime:
     seconds: float = 0.0
 
 
 @contextmanager
-def measured_children() -> Iterator[Took]:
+def measured_children() -> Iterator[CpuTime]:
     """Measure the CPU seconds of children that end in the block."""
-    took, before = Took(), sum(os.times()[2:4])
+    took, before = CpuTime(), sum(os.times()[2:4])
     try:
         yield took
     finally:

@@ -41,7 +41,7 @@ SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
 def metaspace_backend() -> Backend:
-    """A SentencePiece-like tokenizer that prepends a space to a text's first word only, as newer ones do."""
+    """Return a SentencePiece-like tokenizer that prepends a space to a text's first word only."""
     backend = prefixed_backend()
     backend.normalizer = None
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
@@ -207,7 +207,7 @@ def chat_prompts(variant: str) -> Prompts:
 
 @cache
 def without_begin(variant: str) -> Any:
-    """A transformers tokenizer with the same ids that reads <s> as three characters."""
+    """Return a transformers tokenizer with the same ids that reads <s> as three characters."""
     from transformers import PreTrainedTokenizerFast
 
     content = json.loads(BACKENDS[variant]().to_str())
@@ -290,7 +290,7 @@ def test_a_row_may_set_how_control_tokens_are_read() -> None:
         own_tokenizer, row, {**row, "control_tokens": "text"}, {**row, "control_tokens": "prompt"}
     )
     assert [tokens_of(each).count(2) for each in (first, second, third)] == [3, 1, 2]
-    with raises(DataError, "control-tokens-unknown", saying="'no'"):
+    with raises(DataError, "control-tokens-unknown", containing="'no'"):
         built(own_tokenizer, {**row, "control_tokens": "no"})
 
 
@@ -308,7 +308,7 @@ def test_control_tokens_of_feedback() -> None:
 
 @pytest.fixture(scope="module")
 def published(smollm2: Path) -> Any:
-    """SmolLM2's tokenizer in transformers."""
+    """Return SmolLM2's tokenizer in transformers."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(smollm2.parent, gguf_file=smollm2.name)
@@ -331,12 +331,12 @@ def test_rows_have_the_tokens_of_transformers_with_smollm2(
     own_tokenizer = device_tokenizer(reference, "auto", len(reference))
     [example], _ = built(own_tokenizer, fields)
     if "text" in fields:
-        wanted = ids_of(reference, fields["text"])
-        assert tokens_of(example) == [*wanted, reference.eos_token_id]
-        assert len(targets_of(example)) == len(wanted)
+        expected = ids_of(reference, fields["text"])
+        assert tokens_of(example) == [*expected, reference.eos_token_id]
+        assert len(targets_of(example)) == len(expected)
     elif "prompt" in fields:
-        wanted = ids_of(reference, fields["prompt"] + fields["completion"])
-        assert tokens_of(example) == [*wanted, reference.eos_token_id]
+        expected = ids_of(reference, fields["prompt"] + fields["completion"])
+        assert tokens_of(example) == [*expected, reference.eos_token_id]
         assert len(targets_of(example)) == targets
     else:
         messages = [

@@ -184,12 +184,12 @@ def test_tokens_and_targets_are_those_of_transformers(name: str, chat: str) -> N
             {**each, "content": each["content"] and [{"type": "text", "text": each["content"]}]}
             for each in messages
         ]
-    wanted = turns_of(name, messages, **variables)
-    if wanted[-1] is None:
+    expected = turns_of(name, messages, **variables)
+    if expected[-1] is None:
         with raises(DataError, "messages-refused"):
             built(source, fields)
         return
-    turns = [turn for turn in wanted if turn is not None]
+    turns = [turn for turn in expected if turn is not None]
     examples, report = built(source, fields)
     result = [targets_of(each) for each in examples]
     for turn in turns:
@@ -197,7 +197,7 @@ def test_tokens_and_targets_are_those_of_transformers(name: str, chat: str) -> N
         assert any(set(range(turn.prompt, len(turn.tokens))) <= positions for positions in own)
     assert sum(report.targets) == sum(len(turn.tokens) - turn.prompt for turn in turns)
     text = report.summary()
-    assert ("refuses as the last one, not trained on: 1 row" in text) == (len(turns) < len(wanted))
+    assert ("refuses as the last one, not trained on: 1 row" in text) == (len(turns) < len(expected))
     assert ("with a part of the generation prompt" in text) == (not all(turn.is_whole for turn in turns))
     assert ("once others follow, split into several examples: 1 row (1)" in text) == (len(examples) > 1)
     if chat == "two turns":
@@ -255,13 +255,13 @@ def test_losses_are_those_that_transformers_computes(name: str) -> None:
     model = LlamaForCausalLM(LlamaConfig(vocab_size=2000, max_position_embeddings=4000, **sizes)).eval()
     chat = CHATS["system"]
     [*turns] = (turn for turn in turns_of(name, chat["messages"]) if turn is not None)
-    wanted, sizes_of = [], []
+    expected, sizes_of = [], []
     for turn in turns:
         ids = torch.tensor([turn.tokens])
         labels = ids.clone()
         labels[:, : turn.prompt] = -100
         with torch.no_grad():
-            wanted.append(float(model(ids, labels=labels).loss))
+            expected.append(float(model(ids, labels=labels).loss))
         sizes_of.append(len(turn.tokens) - turn.prompt)
     examples, _ = built(source, chat)
     result = []
@@ -273,8 +273,8 @@ def test_losses_are_those_that_transformers_computes(name: str) -> None:
             -sum(each.weight * float(logprobs[each.position, each.token]) for each in sequence.targets)
         )
     if len(examples) == 1:  # all tokens have equal weight then
-        wanted = [sum(loss * size for loss, size in zip(wanted, sizes_of, strict=True)) / sum(sizes_of)]
-    assert result == pytest.approx(wanted, rel=1e-5)
+        expected = [sum(loss * size for loss, size in zip(expected, sizes_of, strict=True)) / sum(sizes_of)]
+    assert result == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ["CHATML", "THINKS", "qwen3", "phi3_5", "gptoss", "llama3_2"])

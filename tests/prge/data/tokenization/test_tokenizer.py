@@ -139,10 +139,10 @@ def test_control_tokens_have_ids_by_their_names(tokenizer: Tokenizer) -> None:
         (None, {"chat_template": True}, "bundle-file-missing", "chat_template.jinja"),
     ],
 )
-def test_damaged_folder(
+def test_a_damaged_folder_is_refused(
     tmp_path: Path, content: str | None, block: dict[str, Any], code: str, named: str
 ) -> None:
-    with raises(BundleError, code, saying=named):
+    with raises(BundleError, code, containing=named):
         load_tokenizer(save(tmp_path, content), block)
 
 
@@ -165,15 +165,17 @@ def test_damaged_folder(
             "token-too-large",
         ),
     ],
-    ids=["a special token that is not there", "an id of another size"],
+    ids=["a missing special token", "an id of another size"],
 )
-def test_a_tokenizer_that_the_library_trips_over(tmp_path: Path, change: dict[str, Any], code: str) -> None:
+def test_a_tokenizer_that_fails_in_the_library_is_refused(
+    tmp_path: Path, change: dict[str, Any], code: str
+) -> None:
     content = json.loads(byte_level_backend().to_str())
     with raises(BundleError, code):
         load_tokenizer(save(tmp_path, json.dumps({**content, **change})), {}).encode("a")
 
 
-def test_truncated_file_and_missing_file(tmp_path: Path) -> None:
+def test_truncated_and_missing_files_are_refused(tmp_path: Path) -> None:
     whole = byte_level_backend().to_str()
     json.loads(whole)
     with raises(BundleError, "tokenizer-damaged"):
@@ -189,7 +191,7 @@ TOKENIZERS = {
     "stories260K": MODELS / "stories260K/tokenizer.json",
 }
 # Difficult texts: long words, unusual white space, characters of several tokens, emoji, tags.
-PIECES = st.sampled_from(
+DIFFICULT_TEXTS = st.sampled_from(
     [
         *(
             "The quick brown fox jumps over it. ",
@@ -230,12 +232,16 @@ def whole(backend: Backend, text: str, control: bool = False) -> list[tuple[int,
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@given(st.lists(PIECES | st.text(max_size=20), min_size=30, max_size=60), st.booleans(), st.integers(0, 40))
+@given(
+    st.lists(DIFFICULT_TEXTS | st.text(max_size=20), min_size=30, max_size=60),
+    st.booleans(),
+    st.integers(0, 40),
+)
 def test_a_text_in_windows_has_the_tokens_of_the_whole(
-    name: str, pieces: list[str], control: bool, cut: int
+    name: str, texts: list[str], control: bool, cut: int
 ) -> None:
-    """Windows of 300 characters instead of 32,768, so that every text has many seams."""
-    text, tokenizer = "".join(pieces), real(name)
+    """Windows have 300 characters instead of 32,768, so that every text has many seams."""
+    text, tokenizer = "".join(texts), real(name)
     prompt, completion = text[: len(text) - cut], text[len(text) - cut :]
     with small_windows():
         result = [tuple(row) for part in tokenizer.parts(text, control=control) for row in part.tolist()]
@@ -278,7 +284,7 @@ def test_a_long_text_has_the_tokens_of_the_whole(name: str) -> None:
 
 
 def threes() -> Backend:
-    """A run of a's has tokens of three characters, so windows agree only if they start at equal offsets."""
+    """Return a tokenizer with tokens of one to three a's: windows agree only at equal offsets."""
     vocabulary = {"a": 0, "b": 1, "aa": 2, "aaa": 3}
     return Backend(models.BPE(vocabulary, [("a", "a"), ("aa", "a")]))
 
@@ -291,7 +297,7 @@ def test_a_window_grows_until_it_can_be_joined() -> None:
 
 
 def test_an_endless_word_is_refused() -> None:
-    with raises(DataError, "text-not-divisible", saying="262144"):
+    with raises(DataError, "text-not-divisible", containing="262144"):
         Tokenizer(threes()).encode("b" + "a" * (3 * LONGEST_WINDOW))
 
 
@@ -337,5 +343,5 @@ def test_the_time_of_a_long_text_is_linear(name: str) -> None:
         ),
     ],
 )
-def test_unknown_id(model: Any, unknown: int | None) -> None:
+def test_an_unknown_id_is_refused(model: Any, unknown: int | None) -> None:
     assert Tokenizer(Backend(model)).unknown_id == unknown

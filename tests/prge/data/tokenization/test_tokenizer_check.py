@@ -26,7 +26,7 @@ from tests.prge.data.tiny_tokenizers import (
 from tests.refusals import raises
 
 TEXTS = ("Hi! the film was bad", "caf\u00e9 \u65e5\u672c </s>", " \n\t", "a" * 3000)
-MOST_KILOBYTES = 300 << 10
+MAX_KILOBYTES = 300 << 10
 Json = dict[str, Any]
 
 
@@ -35,7 +35,7 @@ def within_bounds() -> Iterator[None]:
     """Check that no test takes much memory in this process."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     yield
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < MOST_KILOBYTES
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < MAX_KILOBYTES
 
 
 def load(folder: Path, content: Json | bytes) -> Tokenizer:
@@ -112,7 +112,7 @@ TEMPLATE = {
 def test_hostile_files_are_refused(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], change: Json, message: str
 ) -> None:
-    with raises(BundleError, "tokenizer-damaged", saying=message) as caught:
+    with raises(BundleError, "tokenizer-damaged", containing=message) as caught:
         load(tmp_path, {**base(), **change})
     assert message in str(caught.value)
 
@@ -149,7 +149,7 @@ def test_hostile_files_are_refused(
         {"normalizer": {"type": "Replace", "pattern": {"Regex": "(?:a{1000}){1000}"}, "content": "b"}},
     ],
 )
-def test_lengths_and_patterns_that_cost_nothing_are_taken(tmp_path: Path, change: Json) -> None:
+def test_harmless_lengths_and_patterns_are_accepted(tmp_path: Path, change: Json) -> None:
     used(load(tmp_path, {**base(), **change}))
 
 
@@ -165,15 +165,15 @@ def test_lengths_and_patterns_that_cost_nothing_are_taken(tmp_path: Path, change
         {"type": "WordLevel", "unk_token": "[U]"},
     ],
 )
-def test_a_text_that_the_library_refuses_is_refused_when_it_comes(tmp_path: Path, model: Json) -> None:
+def test_a_text_that_the_library_refuses_is_refused_on_encoding(tmp_path: Path, model: Json) -> None:
     content = {**base(), "pre_tokenizer": None, "model": {**model, "vocab": {"a": 0}}, "added_tokens": []}
     tokenizer = load(tmp_path, content)
     assert tokenizer.encode("a") == [0]
-    with raises(DataError, "text-not-encodable", saying="[UNK]"):
+    with raises(DataError, "text-not-encodable", containing="[UNK]"):
         tokenizer.encode("bad")
 
 
-def test_a_file_is_tried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load(tmp_path, {**base(), "version": "1.0", "truncation": None})
     monkeypatch.setattr(tokenizer_check, "BoundedChild", None)
     used(load_tokenizer(tmp_path, {}))

@@ -84,11 +84,13 @@ def test_a_normalized_step_is_0_if_all_losses_are_equal() -> None:
 
 
 def test_gradient_is_the_mean_of_projected_gradient_times_direction() -> None:
-    scalars = [0.5, -2.0, 3.0]
+    projected_gradients = [0.5, -2.0, 3.0]
     modules = NumpyEngine().model.modules
-    result = Differences(Antithetic(3, 1e-2)).gradient({"projected_gradients": scalars}, 1, 2, modules)
+    result = Differences(Antithetic(3, 1e-2)).gradient(
+        {"projected_gradients": projected_gradients}, 1, 2, modules
+    )
     directions = DirectionSampler(1, 2, len(result))
-    expected = sum(s * directions(i).astype(np.float64) for i, s in enumerate(scalars)) / 3
+    expected = sum(s * directions(i).astype(np.float64) for i, s in enumerate(projected_gradients)) / 3
     np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -97,15 +99,15 @@ def test_antithetic_differences_are_exact_on_a_quadratic(epsilon: float) -> None
     """f(b) = b.H.b / 2 + g.b: the even part cancels for every step size; the sign is the derivative's."""
     random = np.random.default_rng(4)
     root = random.normal(size=(20, 20))
-    hessian, slope, at = root @ root.T, random.normal(size=20), random.normal(size=20)
+    hessian, gradient, at = root @ root.T, random.normal(size=20), random.normal(size=20)
 
     def f(b: np.ndarray) -> float:
-        return float(b @ hessian @ b / 2 + slope @ b)
+        return float(b @ hessian @ b / 2 + gradient @ b)
 
     rule = Antithetic(6, epsilon)
     directions = DirectionSampler(SEED, STEP, 20)
     values = np.array([f(at + v.scale * directions(v.query)) for v in rule.perturbations()])
-    exact = [directions(query) @ (hessian @ at + slope) for query in range(6)]
+    exact = [directions(query) @ (hessian @ at + gradient) for query in range(6)]
     np.testing.assert_allclose(rule.projected_gradients(values), exact, rtol=1e-7, atol=1e-7)
 
 
@@ -132,5 +134,5 @@ def test_clipping_bounds_the_projected_gradients_of_a_step() -> None:
 def test_root_mean_square_of_the_projected_gradients_is_the_norm_of_the_gradient() -> None:
     gradient = np.random.default_rng(6).normal(size=200)
     directions = DirectionSampler(SEED, STEP, 200)
-    scalars = np.array([directions(query) @ gradient for query in range(4000)])
-    assert np.sqrt((scalars**2).mean()) == pytest.approx(np.linalg.norm(gradient), rel=0.05)
+    projected_gradients = np.array([directions(query) @ gradient for query in range(4000)])
+    assert np.sqrt((projected_gradients**2).mean()) == pytest.approx(np.linalg.norm(gradient), rel=0.05)

@@ -28,7 +28,7 @@ MODULES = (AdaptedModule("q", rank=2, in_features=4, out_features=3), AdaptedMod
 
 
 def _philox_block(counter: list[int], key: list[int]) -> list[int]:
-    """Philox 4x64-10 after Salmon et al. 2011, figure 4, in plain integers."""
+    """Compute Philox 4x64-10 after Salmon et al. 2011, figure 4, in plain integers."""
     c, (k0, k1) = list(counter), key
     for _ in range(10):
         high0, low0 = divmod(_M0 * c[0], 2**64)
@@ -110,16 +110,16 @@ def test_an_example_keeps_its_directions_whatever_follows_it(
     few = RankOneDirections(seed, step, queries, examples, MODULES)
     many = RankOneDirections(seed, step, queries, examples + 3, MODULES)
     for (_, *here), (_, *there) in zip(few.factors(), many.factors(), strict=True):
-        for ours, theirs in zip(here, there, strict=True):
-            assert np.array_equal(ours, theirs[:, :examples])
+        for factor, longer in zip(here, there, strict=True):
+            assert np.array_equal(factor, longer[:, :examples])
 
 
 def test_shared_directions_differ_by_query_alone() -> None:
     shared = RankOneDirections(5, 6, 3, 4, MODULES, shared=True)
     alone = RankOneDirections(5, 6, 3, 1, MODULES)
     for (_, *here), (_, *there) in zip(shared.factors(), alone.factors(), strict=True):
-        for ours, theirs in zip(here, there, strict=True):
-            assert np.array_equal(ours, np.repeat(theirs, 4, axis=1))
+        for factor, single in zip(here, there, strict=True):
+            assert np.array_equal(factor, np.repeat(single, 4, axis=1))
     first, second, _ = np.concatenate([np.concatenate([u, v], -1) for _, u, v in shared.factors()], -1)
     assert not np.array_equal(first, second)
 

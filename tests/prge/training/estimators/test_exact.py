@@ -51,7 +51,7 @@ def _examples(rows: Sequence[Example], count: int, seed: int = SEED) -> list[Exa
 
 @pytest.mark.parametrize("name", ROWS)
 @pytest.mark.parametrize("count", [7, 14])
-def test_it_is_the_gradient_of_the_mean_loss(name: str, count: int) -> None:
+def test_the_exact_gradient_is_that_of_the_mean_loss(name: str, count: int) -> None:
     engine = NumpyEngine()
     adapter, examples = make_nonzero_adapter(engine), _examples(ROWS[name], count)
     result = Exact().measure(engine, Step(adapter, examples, SEED, STEP))
@@ -99,7 +99,9 @@ def _split(engine: NumpyEngine, step: Step, tokens: int) -> Measurement:
 
 @given(
     st.lists(
-        st.sampled_from([example for kind in ROWS.values() for example in kind]), min_size=1, max_size=9
+        st.sampled_from([example for examples in ROWS.values() for example in examples]),
+        min_size=1,
+        max_size=9,
     ),
     st.integers(1, 80),
 )
@@ -146,7 +148,7 @@ def test_a_loss_that_compares_examples_is_computed_in_one_call() -> None:
         replace(
             long_choice(row, [row % 7, row % 5], [[1, row % 3], [2, 3, 4]], 0),
             liked=row % 2 == 0,
-            # The distance to the start is above 0, so that it counts.
+            # The distance to the start must be above 0 to have an effect.
             reference=(-2.0 - row / 10, -6.0 - row / 5),
         )
         for row in range(1, 7)
@@ -257,7 +259,7 @@ def test_clipping_keeps_values_that_are_not_finite(bad: float, limits: dict[str,
 
 def test_examples_of_several_sequences_are_refused_where_each_is_clipped() -> None:
     check_single_sequences([*ROWS["candidates"], *CLASSES])
-    with raises(ConfigError, "clipping-several-sequences", saying="row 1"):
+    with raises(ConfigError, "clipping-several-sequences", containing="row 1"):
         check_single_sequences([*ROWS["completions"], *ROWS["longer candidates"]])
 
 

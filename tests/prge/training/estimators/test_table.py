@@ -14,7 +14,7 @@ from tests.rows import random_completions
     ("name", "copies", "directions", "passes"),
     [("exact", 1, 0, 3), ("tangent", 1, 5, 6), ("antithetic", 10, 0, 10), ("fzoo", 6, 0, 6)],
 )
-def test_what_a_step_of_five_queries_computes(
+def test_a_step_of_five_queries_has_known_costs(
     name: EstimatorName, copies: int, directions: int, passes: int
 ) -> None:
     entry = ESTIMATORS[name]

@@ -41,7 +41,7 @@ def _examples(rows: Sequence[Example], count: int = 4) -> list[Example]:
 
 
 def _rank_one(estimate: Measurement, adapter: Adapter, shared: bool = False) -> np.ndarray:
-    """Returns the step's directions as vectors, [queries, examples, size]."""
+    """Return the step's directions as vectors, [queries, examples, size]."""
     queries, examples = estimate.projected_gradients.shape
     step = RankOneDirections(SEED, STEP, queries, examples, adapter.modules, shared)
     products = [np.einsum("qer,qeo->qero", u, v) for _, u, v in step.factors()]
@@ -149,17 +149,17 @@ class Watching(NumpyEngine):
 
 
 def test_sequences_of_an_example_share_its_direction() -> None:
-    """Of examples of one sequence, and of two."""
+    """The examples have one sequence or two."""
     engine = Watching()
     adapter = make_nonzero_adapter(engine)
     examples = [*ROWS["longer candidates"][:2], ROWS["completions"][0], ROWS["longer candidates"][3]]
     result = TangentEstimator(QUERIES).measure(engine, Step(adapter, examples, SEED, STEP))
     ((_, u, v),) = RankOneDirections(SEED, STEP, QUERIES, 4, adapter.modules).factors()
-    ((call, given),) = engine.given
+    ((call, factors),) = engine.given
     assert len(call.sequences) == 7
-    for kind, factor in (("u", u), ("v", v)):
+    for name, factor in (("u", u), ("v", v)):
         for sequence, example in enumerate((0, 0, 1, 1, 2, 3, 3)):
-            assert np.array_equal(given[f"{kind}.{MODULE}"][:, sequence], factor[:, example])
+            assert np.array_equal(factors[f"{name}.{MODULE}"][:, sequence], factor[:, example])
     assert result.projected_gradients.shape == (QUERIES, 4)
 
 

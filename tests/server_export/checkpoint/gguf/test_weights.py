@@ -62,23 +62,23 @@ def test_a_file_contains_the_written_model(architecture: str, tmp_path: Path) ->
 
 
 # Types that the package gguf can write, and types whose blocks this test makes up.
-KINDS = ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"]
+TYPES = ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"]
 BLOCKS = ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL"]
 _WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *BLOCKS])
-def test_weights_are_those_that_transformers_dequantizes(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ggml_type", [*TYPES, *BLOCKS])
+def test_weights_are_those_that_transformers_dequantizes(ggml_type: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    model = make_model("llama", **(_WIDE if kind in BLOCKS else {}))
-    path = write_gguf(tmp_path / "tiny.gguf", model, make_tokenizer(), kind)
+    model = make_model("llama", **(_WIDE if ggml_type in BLOCKS else {}))
+    path = write_gguf(tmp_path / "tiny.gguf", model, make_tokenizer(), ggml_type)
     expected = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name, dtype=torch.float32)
     weights, _ = weights_of(path)
     for name, parameter in expected.named_parameters():
         weight = weights.read(name)
         assert torch.equal(weight, parameter), name
-        if kind not in BLOCKS:
+        if ggml_type not in BLOCKS:
             assert torch.allclose(weight, model.get_parameter(name), atol=0.1), name
     for name, parameter in load_model(str(path)).model.named_parameters():
         assert torch.equal(parameter, expected.get_parameter(name)), name
@@ -92,19 +92,19 @@ def test_rows_are_read_alone_if_they_are_stored_unpermuted(tmp_path: Path, monke
     path = write_gguf(tmp_path / "tiny.gguf", model, make_tokenizer(), "Q8_0")
     weights, _ = weights_of(path)
     table, query = "model.embed_tokens.weight", "model.layers.1.self_attn.q_proj.weight"
-    whole, turned = weights.read(table), weights.read(query)
-    read, asked = GgufTensor.values, list[Any]()
+    whole, permuted = weights.read(table), weights.read(query)
+    read, slices = GgufTensor.values, list[Any]()
 
     def read_and_record(tensor: GgufTensor, rows: Any = None) -> np.ndarray:
-        asked.append(rows)
+        slices.append(rows)
         return read(tensor, rows)
 
     monkeypatch.setattr(GgufTensor, "values", read_and_record)
     assert torch.equal(torch.cat([*weights.iter_rows(table, 50)]), whole)
-    assert asked == [slice(0, 50, 1), slice(50, 100, 1), slice(100, 128, 1)]
+    assert slices == [slice(0, 50, 1), slice(50, 100, 1), slice(100, 128, 1)]
     assert torch.equal(weights.read(table, [3, 99, 7]), whole[[3, 99, 7]])
-    assert torch.equal(weights.read(query, [3, 60, 7]), turned[[3, 60, 7]])
-    assert torch.equal(torch.cat([*weights.iter_rows(query, 50)]), turned)
+    assert torch.equal(weights.read(query, [3, 60, 7]), permuted[[3, 60, 7]])
+    assert torch.equal(torch.cat([*weights.iter_rows(query, 50)]), permuted)
 
 
 def test_experts_are_read_one_by_one(tmp_path: Path, monkeypatch: Any) -> None:
@@ -126,7 +126,7 @@ def test_experts_are_read_one_by_one(tmp_path: Path, monkeypatch: Any) -> None:
 
 
 def test_transformers_tables_exist() -> None:
-    """transformers' tables have no public interface: this test fails first if they change."""
+    """transformers' tables have no public interface; this test fails first if the tables change."""
     from transformers.integrations import GGUF_CONFIG_MAPPING
     from transformers.integrations.gguf import (
         GGUF_CONFIG_ARCHS,

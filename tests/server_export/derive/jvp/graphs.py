@@ -31,18 +31,18 @@ class Function(nn.Module):
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """Returns normally distributed values, equal for equal shapes and seeds."""
+    """Return normally distributed values, equal for equal shapes and seeds."""
     generator = torch.Generator().manual_seed(seed + sum(shape))
     return torch.randn(shape, generator=generator, dtype=dtype)
 
 
 def inputs_of(graph_module: GraphModule) -> list[str]:
-    """Returns the names of the inputs in order."""
+    """Return the names of the inputs in order."""
     return [str(node.target) for node in graph_module.graph.nodes if node.op == "placeholder"]
 
 
 def with_tangents(module: nn.Module, active: Tensors, passive: Tensors = (), queries: int = 3) -> GraphModule:
-    """Returns the graph of a module that also takes tangents of the active tensors."""
+    """Return the graph of a module that also takes tangents of the active tensors."""
     graph_module = rewritten_graph(module, (*active, *passive))
     seeds = dict.fromkeys(inputs_of(graph_module)[: len(active)], Dense())
     graph = differentiate(graph_module, seeds, queries, {ONES: TOKENS})
@@ -51,7 +51,7 @@ def with_tangents(module: nn.Module, active: Tensors, passive: Tensors = (), que
 
 
 def directions(active: Tensors, queries: int) -> Tensors:
-    """Returns a random tangent of every active tensor for every query."""
+    """Return a random tangent of every active tensor for every query."""
     return tuple(
         random(queries, *tensor.shape, seed=7 + number, dtype=tensor.dtype)
         for number, tensor in enumerate(active)
@@ -59,7 +59,7 @@ def directions(active: Tensors, queries: int) -> Tensors:
 
 
 def jvp(module: nn.Module, active: Tensors, passive: Tensors, tangents: Tensors) -> tuple[Any, torch.Tensor]:
-    """Returns the module's output and its derivative along the tangents of every query."""
+    """Return the module's output and its derivative along the tangents of every query."""
     output, derivatives = None, []
     for query in range(len(tangents[0])):
         along = tuple(tangent[query] for tangent in tangents)
@@ -71,7 +71,7 @@ def jvp(module: nn.Module, active: Tensors, passive: Tensors, tangents: Tensors)
 
 
 def relative_difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Returns the largest difference relative to the largest value, or infinity if the shapes differ."""
+    """Return the largest difference relative to the largest value, or infinity if the shapes differ."""
     if actual.shape != expected.shape:
         return float("inf")
     return float((actual - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
@@ -92,7 +92,7 @@ class ShapeRecorder(Interpreter):
 
 
 def shapes_of(graph_module: GraphModule, inputs: Sequence[torch.Tensor]) -> dict[Node, tuple[int, ...]]:
-    """Returns the shape of every tensor of a graph by node."""
+    """Return the shape of every tensor of a graph by node."""
     recorder = ShapeRecorder(graph_module)
     with torch.no_grad():
         recorder.run(*inputs)
@@ -100,7 +100,7 @@ def shapes_of(graph_module: GraphModule, inputs: Sequence[torch.Tensor]) -> dict
 
 
 def run(writer: GraphTangents, value: Any, *inputs: torch.Tensor) -> Any:
-    """Returns the values of nodes for inputs of the placeholders, after making the nodes the output."""
+    """Return the values of nodes for inputs of the placeholders, after making the nodes the output."""
     writer.graph.output(value)
     with torch.no_grad():
         return GraphModule(writer.graph_module, writer.graph)(torch.ones(1, TOKENS, 1), *inputs)

@@ -68,7 +68,7 @@ def positive(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def linear(width: int, out: int, bias: bool = True) -> nn.Linear:
-    """Returns a layer with large weights, so that no tangent is small by chance."""
+    """Return a layer with large weights, so that no tangent is small by chance."""
     layer = nn.Linear(width, out, bias=bias)
     layer.weight.data = random(out, width, seed=1)
     if bias:
@@ -203,19 +203,19 @@ case("where less than a number", lambda x: torch.where(x < 0.3, x * x, 2 * x), X
 case("where less than another", lambda x, y: torch.where(x < y, x * x, y), X, Y)
 case("where more than a constant", lambda x, c: torch.where(x > c, x * x, c), X, passive=(Y,))
 case(
-    "scatter of places into a constant",
+    "scatter of positions into a constant",
     lambda x, i: x * torch.full_like(x, 0.5).scatter(2, i, 2),
     X,
     passive=(torch.tensor([[[3, 0]], [[1, 2]]]),),
 )
-PLACES = torch.tensor([[[3, 0]], [[1, 2]]]).expand(2, 3, 2)
+INDICES = torch.tensor([[[3, 0]], [[1, 2]]]).expand(2, 3, 2)
 case(
     "scatter of a number",
     lambda x, i: torch.tanh(x).scatter(2, i, -0.5) * x,
     X,
-    passive=(PLACES.contiguous(),),
+    passive=(INDICES.contiguous(),),
 )
-case("gather after a factor", lambda x, i: (torch.tanh(x) * 3).gather(2, i), X, passive=(PLACES,))
+case("gather after a factor", lambda x, i: (torch.tanh(x) * 3).gather(2, i), X, passive=(INDICES,))
 case("topk", lambda x: (lambda v, i: v * torch.sigmoid(x).gather(-1, i))(*torch.topk(x, 2)), X)
 case("topk after a factor", lambda x: torch.topk(torch.tanh(x) * 3, 3, dim=-1)[0], X)
 
@@ -332,7 +332,7 @@ def with_random_scale(norm: nn.LayerNorm) -> nn.LayerNorm:
 
 
 def shared(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Uses the output of one layer as a whole, in parts and reshaped."""
+    """Use the output of one layer as a whole, in parts and reshaped."""
     hidden = F.linear(x, w, b)
     return hidden.reshape(6, 5).sum(0) + torch.cat([hidden[:, 1:], hidden[:, :1]], 1) * F.silu(hidden)
 
@@ -361,7 +361,7 @@ USED: set[str] = set()
 
 @pytest.fixture(autouse=True)
 def recorded_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Records which rows are looked up."""
+    """Record which rows are looked up."""
 
     def recorder(target: Any) -> Operator | None:
         USED.add(str(target))
@@ -524,7 +524,7 @@ def test_relu_is_flat_at_zero_like_that_of_pytorch() -> None:
 
 @cache
 def quantized_layers() -> tuple[nn.Linear, nn.Linear]:
-    """The same quantized layer with a bias and without."""
+    """Return the same quantized layer with a bias and without."""
     from torchao.quantization import Int8DynamicActivationIntxWeightConfig, quantize_
 
     layers = linear(32, 6).float(), linear(32, 6, bias=False).float()

@@ -44,15 +44,15 @@ def problems(draw: st.DrawFn, parts: int, options: int) -> AllocationProblem:
     gains = st.floats(-2, 10).map(lambda gain: round(gain, 3))
     options_by_part = st.lists(st.tuples(gains, st.integers(0, 60)), min_size=1, max_size=options)
     depths = [Depth(draw(st.sampled_from([0.0, 0.0, 1.5])), draw(st.integers(0, 40))) for _ in range(blocks)]
-    made = []
+    options_of_parts = []
     for number in range(draw(st.integers(0, parts))):
         block = draw(st.integers(0, blocks - 1))
         for level, (gain, cost) in enumerate(draw(options_by_part), start=1):
-            made.append(Option(f"layer{number}", block, level, gain, cost))
-    return AllocationProblem(tuple(depths), tuple(made), draw(st.integers(0, 120)))
+            options_of_parts.append(Option(f"layer{number}", block, level, gain, cost))
+    return AllocationProblem(tuple(depths), tuple(options_of_parts), draw(st.integers(0, 120)))
 
 
-def test_what_gains_most_for_its_cost_is_taken() -> None:
+def test_the_largest_gain_for_its_cost_is_chosen() -> None:
     options = Option("dear", 0, 1, 5.0, 10), Option("cheap", 0, 1, 4.0, 2), Option("harmful", 0, 1, -1.0, 1)
     assert levels(make_problem(10, *options)) == {"cheap": 1}
     assert levels(make_problem(12, *options)) == {"dear": 1, "cheap": 1}
@@ -80,7 +80,7 @@ def test_nothing_is_chosen_where_nothing_gains_or_fits() -> None:
         assert levels(AllocationProblem((Depth(1.0, 5),), (gaining,), 4), search) is None
 
 
-def test_evolution_finds_what_greed_misses() -> None:
+def test_evolution_finds_allocations_that_greed_misses() -> None:
     # The greedy search chooses the first, which leaves no room for the two others.
     options = [Option(part, 0, 1, gain, int(gain)) for part, gain in (("a", 6.1), ("b", 5.0), ("c", 5.0))]
     problem = make_problem(10, *options)
@@ -106,7 +106,7 @@ def test_any_choice_is_within_the_limit_and_evolution_is_never_worse(
 
 @given(problems(parts=4, options=2))
 @settings(max_examples=40)
-def test_few_choices_are_searched_to_the_best(problem: AllocationProblem) -> None:
+def test_few_choices_are_searched_exhaustively(problem: AllocationProblem) -> None:
     best = max(map(problem.gain, every(problem)), default=0.0)
     choice = choose(problem, "evolutionary")
     assert (0.0 if choice is None else problem.gain(choice)) >= best * (1 - 1e-12)

@@ -38,7 +38,7 @@ def make(
         *((name, "adam") for name in BACKPROPAGATION),
     ],
 )
-def test_it_learns(tmp_path: Path, method: str, optimizer: Any) -> None:
+def test_every_method_learns(tmp_path: Path, method: str, optimizer: Any) -> None:
     _, trained = make(method, tmp_path, optimizer=optimizer)
     rate = 2e-3 if optimizer.startswith("adam") else 0.01
     losses = [trained.step(ROWS, rate).loss for _ in range(30)]
@@ -47,7 +47,7 @@ def test_it_learns(tmp_path: Path, method: str, optimizer: Any) -> None:
 
 
 @pytest.mark.parametrize("method", BACKPROPAGATION)
-def test_nothing_else_moves(tmp_path: Path, method: str) -> None:
+def test_no_other_parameter_changes(tmp_path: Path, method: str) -> None:
     problem, trained = make(method, tmp_path)
     before, start = values_of(problem), problem.adapter.copy()
     for _ in range(2):

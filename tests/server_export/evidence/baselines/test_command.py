@@ -66,7 +66,7 @@ def test_files_of_a_run(make_settings: MakeSettings, workshop: Path) -> None:
     assert not (settings.out / "best.pt").exists()
 
 
-def test_its_adapter_is_one_of_the_bundle(make_settings: MakeSettings) -> None:
+def test_the_adapter_of_a_baseline_fits_the_bundle(make_settings: MakeSettings) -> None:
     settings = make_settings()
     run(settings)
     bundle = open_bundle(settings.bundle)
@@ -75,7 +75,7 @@ def test_its_adapter_is_one_of_the_bundle(make_settings: MakeSettings) -> None:
 
 
 @pytest.mark.parametrize("method", sorted(set(METHODS) - {"executorch-training"}))
-def test_killed_and_begun_again_it_ends_in_the_same_numbers(
+def test_a_killed_baseline_that_starts_again_ends_with_the_same_numbers(
     make_settings: MakeSettings, tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rate = 1e-4 if method in ("mezo", "backprop-full", "quantized-training") else 0.01
@@ -110,7 +110,7 @@ def test_killed_and_begun_again_it_ends_in_the_same_numbers(
 def test_a_finished_run_is_left_alone(make_settings: MakeSettings) -> None:
     settings = make_settings(steps=2)
     run(settings)
-    with raises(RunError, "run-exists", saying=str(settings.out)):
+    with raises(RunError, "run-exists", containing=str(settings.out)):
         run(settings)
     assert (settings.out / "final" / WEIGHTS).is_file()
 
@@ -118,7 +118,7 @@ def test_a_finished_run_is_left_alone(make_settings: MakeSettings) -> None:
 def test_another_run_is_left_alone(make_settings: MakeSettings, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").write_text("{}")
-    with raises(RunError, "folder-occupied", saying=str(tmp_path / "run")):
+    with raises(RunError, "folder-occupied", containing=str(tmp_path / "run")):
         run(make_settings())
 
 
@@ -130,7 +130,7 @@ def test_patience_ends_a_run_and_the_best_step_is_the_result(make_settings: Make
     assert train_block(settings.out)["steps"] == 8
 
 
-def test_a_loss_that_explodes_ends_the_run(make_settings: MakeSettings) -> None:
+def test_a_diverging_loss_ends_the_run(make_settings: MakeSettings) -> None:
     settings = make_settings(learning_rate=1e4, optimizer="sgd", steps=40, divergence_ratio=1.5)
     with raises(DivergenceError, "loss-risen"):
         run(settings)
@@ -148,10 +148,10 @@ def test_a_loss_that_explodes_ends_the_run(make_settings: MakeSettings) -> None:
     ],
     ids=str,
 )
-def test_settings_without_meaning_are_named(
+def test_settings_without_a_meaning_are_refused_by_name(
     make_settings: MakeSettings, changes: dict[str, Any], value: str
 ) -> None:
-    with raises(ConfigError, "settings-unusable", saying=value):
+    with raises(ConfigError, "settings-unusable", containing=value):
         make_settings(**changes)
 
 
@@ -160,16 +160,18 @@ def test_every_method_has_a_name_and_a_module() -> None:
     assert all(callable(entry.load()) for entry in METHODS.values())
 
 
-def test_the_command_line(make_settings: MakeSettings, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verb_runs_from_the_command_line(
+    make_settings: MakeSettings, capsys: pytest.CaptureFixture[str]
+) -> None:
     settings = make_settings(steps=2)
-    words = ["baseline", "--quiet"]
+    arguments = ["baseline", "--quiet"]
     for name in ("method", "bundle", "model", "train", "task", "out", "steps"):
-        words += [f"--{name}", str(getattr(settings, name))]
-    assert main([*words, "--queries", "4", "--method", "mezzo"]) == 2
+        arguments += [f"--{name}", str(getattr(settings, name))]
+    assert main([*arguments, "--queries", "4", "--method", "mezzo"]) == 2
     output = capsys.readouterr().err
     assert "--queries is not a flag of this verb" in output
     assert "--method must be one of backprop-lora-fa, " in output
-    assert main(words) == 0
+    assert main(arguments) == 0
     assert capsys.readouterr().out.endswith(f"{settings.out / 'final'}\n")
-    assert main(words) == 2
+    assert main(arguments) == 2
     assert "holds a finished run" in capsys.readouterr().err

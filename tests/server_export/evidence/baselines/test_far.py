@@ -23,9 +23,7 @@ SETTINGS = method_settings("far", steps=40)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_feed_forward_layers_are_split_and_the_model_stays_what_it_was(
-    tmp_path: Path, architecture: str
-) -> None:
+def test_splitting_feed_forward_layers_does_not_change_the_model(tmp_path: Path, architecture: str) -> None:
     problem = tiny_problem(tmp_path, architecture)
     before, layers = outputs(problem), sum(map(len, feed_forward_linears(problem.model)))
     assert prepare(problem, SETTINGS).prior_passes == 2 * 3 * 4
@@ -52,7 +50,7 @@ def test_rows_that_moved_most_learn() -> None:
     assert weight.equal(layer.weight[[1, 3]]) and bias.equal(layer.bias[[1, 3]])
 
 
-def test_score_is_the_sum_of_a_rows_absolute_changes_after_which_all_is_restored(tmp_path: Path) -> None:
+def test_scores_are_sums_of_absolute_changes_and_parameters_are_restored(tmp_path: Path) -> None:
     problem = tiny_problem(tmp_path, "llama")
     problem.batch_size = 8
     (layers, _) = feed_forward_linears(problem.model)

@@ -28,7 +28,7 @@ def test_a_feed_forward_widens_and_narrows_and_the_rest_is_attention(architectur
 
 def test_a_block_without_feed_forward_is_refused() -> None:
     blocks = nn.ModuleList([nn.ModuleDict({"attention": nn.Linear(2, 2)})])
-    with raises(ConfigError, "unknown-feed-forward", saying="ModuleDict"):
+    with raises(ConfigError, "unknown-feed-forward", containing="ModuleDict"):
         feed_forward_linears(nn.ModuleDict({"blocks": blocks}))
 
 

@@ -19,7 +19,7 @@ def values(method: MeZO) -> torch.Tensor:
     return torch.cat([parameter.detach().reshape(-1) for parameter in method.trained])
 
 
-def test_parameters_come_back_after_a_step_without_a_rate(tmp_path: Path) -> None:
+def test_a_step_without_a_rate_restores_the_parameters(tmp_path: Path) -> None:
     problem, _, _ = build_problem(tmp_path, "llama", ROWS)
     method = MeZO(problem, SETTINGS)
     before = values(method)
@@ -54,7 +54,7 @@ def test_every_step_has_its_own_noise(tmp_path: Path) -> None:
     assert abs(torch.corrcoef(torch.stack(moves))[0, 1]) < 0.05
 
 
-def test_it_keeps_nothing_for_a_backward_and_no_second_copy(tmp_path: Path) -> None:
+def test_mezo_keeps_no_residuals_and_no_second_copy(tmp_path: Path) -> None:
     problem, _, _ = build_problem(tmp_path, "llama", ROWS, model={"intermediate_size": 20_000})
     method = MeZO(problem, SETTINGS)
     method.step(ROWS, 1e-6)
@@ -72,7 +72,7 @@ def test_it_keeps_nothing_for_a_backward_and_no_second_copy(tmp_path: Path) -> N
     assert 0 < highest < 0.25 * model_bytes
 
 
-def test_it_learns(tmp_path: Path) -> None:
+def test_mezo_learns(tmp_path: Path) -> None:
     rows = bigram_completions(8)
     problem, _, _ = build_problem(tmp_path, "llama", rows)
     method = MeZO(problem, SETTINGS)

@@ -33,7 +33,9 @@ def driver_loss(engine: ForwardEngine, adapter: Adapter, examples: list[Example]
 
 @pytest.mark.parametrize("examples", [COMPLETIONS, CHOICES, LONG_CHOICES], ids=["text", "words", "answers"])
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt2", "opt"])
-def test_a_decoder(tmp_path: Path, architecture: str, examples: list[Example]) -> None:
+def test_the_loss_of_a_decoder_equals_the_drivers(
+    tmp_path: Path, architecture: str, examples: list[Example]
+) -> None:
     problem, engine, adapter = build_problem(tmp_path, architecture, examples)
     expected = driver_loss(engine, adapter, examples)
     assert problem.loss(examples).item() == pytest.approx(expected, abs=1e-5)
@@ -43,7 +45,9 @@ def test_a_decoder(tmp_path: Path, architecture: str, examples: list[Example]) -
 
 
 @pytest.mark.parametrize(("architecture", "pooling"), [("bert", "mean"), ("roberta", "first")])
-def test_an_encoder_with_cross_fitted_heads(tmp_path: Path, architecture: str, pooling: str) -> None:
+def test_the_loss_of_an_encoder_with_cross_fitted_heads_equals_the_drivers(
+    tmp_path: Path, architecture: str, pooling: str
+) -> None:
     examples = classified_rows()
     problem, engine, adapter = build_problem(tmp_path, architecture, examples, pooling=pooling)
     states = pooled_states(engine, adapter, examples)
@@ -60,7 +64,7 @@ def test_an_encoder_with_cross_fitted_heads(tmp_path: Path, architecture: str, p
 
 @pytest.mark.parametrize("mode", ["merged", "inserted"])
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
-def test_a_trained_adapter_to_start_from(tmp_path: Path, architecture: str, mode: str) -> None:
+def test_a_baseline_starts_from_a_trained_adapter(tmp_path: Path, architecture: str, mode: str) -> None:
     problem, engine, adapter = build_problem(tmp_path, architecture, COMPLETIONS, lora_b=0.3)
     expected = driver_loss(engine, adapter, COMPLETIONS)
     assert abs(expected - driver_loss(engine, Adapter.zeros(adapter.modules), COMPLETIONS)) > 1e-3
@@ -82,7 +86,7 @@ def test_a_quantized_base_has_the_rounded_weights(
     assert abs(problem.loss(COMPLETIONS).item() - plain.loss(COMPLETIONS).item()) > 1e-4
 
 
-def test_gradients_are_the_drivers(tmp_path: Path) -> None:
+def test_gradients_equal_the_drivers(tmp_path: Path) -> None:
     problem, engine, adapter = build_problem(tmp_path, "llama", COMPLETIONS, lora_b=0.3)
     call = Call(sequences_of(COMPLETIONS), adapter.values[None])
     _, expected = engine.vjp(call, lambda o: Loss(COMPLETIONS, o[None]).grad_outputs / len(COMPLETIONS))
@@ -94,13 +98,13 @@ def test_gradients_are_the_drivers(tmp_path: Path) -> None:
 
 def test_full_logits_never_exist(tmp_path: Path) -> None:
     problem, _, _ = build_problem(tmp_path, "llama", CHOICES)
-    seen = []
+    shapes = []
     problem.model.get_output_embeddings().register_forward_hook(
-        lambda module, inputs, output: seen.append(tuple(output.shape))
+        lambda module, inputs, output: shapes.append(tuple(output.shape))
     )
     problem.loss(CHOICES)
     # One position for each of the two prompts, although five words are compared.
-    assert seen == [(1, 2, 128)]
+    assert shapes == [(1, 2, 128)]
 
 
 def test_another_model_is_refused(tmp_path: Path) -> None:
@@ -108,5 +112,5 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
     bundle = problem.bundle
     bundle.manifest["model"] = {"architecture": "LlamaForCausalLM", "parameters": 12}  # type: ignore[index]
     loaded = prepare_model(make_model("llama"), "other", True)
-    with raises(BundleError, "model-differs", saying="other"):
+    with raises(BundleError, "model-differs", containing="other"):
         apply_bundle_weights(bundle, loaded)

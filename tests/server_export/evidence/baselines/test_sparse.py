@@ -40,7 +40,7 @@ SETTINGS = method_settings("sparse-bp", memory_share=0.9)
 
 @pytest.fixture(autouse=True)
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Analyses take one step, at a rate that changes a model with random weights."""
+    """Let analyses take one step, at a rate that changes a model with random weights."""
     monkeypatch.setattr("server_export.evidence.baselines.sparse.ANALYSIS_STEPS", 1)
     monkeypatch.setattr("server_export.evidence.baselines.sparse.ANALYSIS_RATE", 1e-3)
 
@@ -77,7 +77,7 @@ def test_only_the_channels_that_learn_are_saved() -> None:
 
 # An encoder's rows are noise, from which nothing can be learned.
 @pytest.mark.parametrize("architecture", DECODERS)
-def test_the_analysis_and_the_scheme_leave_the_model_as_it_was(tmp_path: Path, architecture: str) -> None:
+def test_the_analysis_and_the_scheme_do_not_change_the_model(tmp_path: Path, architecture: str) -> None:
     problem = tiny_problem(tmp_path, architecture)
     before, values = outputs(problem), values_of(problem)
     scheme, _ = choose_scheme(problem, SETTINGS)
@@ -108,7 +108,7 @@ def test_nothing_below_the_deepest_updated_layer_has_a_graph(tmp_path: Path, arc
 
 
 @pytest.mark.parametrize("architecture", ["llama", "opt", "bert"])
-def test_memory_is_what_autograd_saves(tmp_path: Path, architecture: str) -> None:
+def test_the_memory_is_that_of_the_tensors_that_autograd_saves(tmp_path: Path, architecture: str) -> None:
     problem = tiny_problem(tmp_path, architecture)
     problem.prepare_heads()
     memory = measure_memory(problem, problem.train)
@@ -124,18 +124,18 @@ def test_memory_is_what_autograd_saves(tmp_path: Path, architecture: str) -> Non
 
 
 @pytest.mark.parametrize("search", ["greedy", "evolutionary"])
-def test_what_is_chosen_fits_into_the_memory_that_was_measured(tmp_path: Path, search: SearchName) -> None:
+def test_the_chosen_scheme_fits_into_the_measured_memory(tmp_path: Path, search: SearchName) -> None:
     problem = tiny_problem(tmp_path, "llama")
     scheme, _ = choose_scheme(problem, method_settings("sparse-bp", memory_share=0.5, search=search))
     memory = measure_memory(problem, problem.train[: problem.batch_size])
     layers = merge_layers(block_linears(problem.model))
     full = memory.from_block(0) + sum(memory.of_weight(name, layer, 1.0) for name, layer in layers.items())
-    taken = memory.from_block(scheme.depth)
-    taken += sum(memory.of_weight(name, layers[name], share) for name, share in scheme.weights.items())
-    assert scheme.weights and taken <= 0.5 * full
+    needed = memory.from_block(scheme.depth)
+    needed += sum(memory.of_weight(name, layers[name], share) for name, share in scheme.weights.items())
+    assert scheme.weights and needed <= 0.5 * full
 
 
-def test_only_what_the_scheme_has_changes_and_the_analysis_counts(tmp_path: Path) -> None:
+def test_only_parameters_of_the_scheme_change_and_the_analysis_is_counted(tmp_path: Path) -> None:
     problem = tiny_problem(tmp_path, "gpt2")
     method = prepare(problem, SETTINGS)
     # Memory, the loss before, a trial of the biases of each depth, and two of each of eight weights.
@@ -148,9 +148,9 @@ def test_only_what_the_scheme_has_changes_and_the_analysis_counts(tmp_path: Path
     assert all(value.equal(buffers[name]) for name, value in problem.model.named_buffers())
 
 
-def test_what_cannot_be_analysed_is_refused(tmp_path: Path) -> None:
+def test_models_that_cannot_be_analysed_are_refused(tmp_path: Path) -> None:
     problem, _, _ = build_problem(tmp_path, "llama", bigram_completions(1))
-    with raises(ConfigError, "rows-too-few", saying="1 training rows"):
+    with raises(ConfigError, "rows-too-few", containing="1 training rows"):
         prepare(problem, SETTINGS)
     with raises(ConfigError, "nothing-to-update"):
         prepare(tiny_problem(tmp_path / "b", "llama"), method_settings("sparse-bp", memory_share=0.01))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from server_export.evidence.compare.budget import evaluation_steps, steps_within
 
 
-def test_each_unit() -> None:
+def test_budgets_have_several_units() -> None:
     assert steps_within("steps", 12, 32) == 12
     assert steps_within("forward_passes", 1000, 32) == 31
     assert steps_within("seconds", 0.3, 32, 0.1) == 3

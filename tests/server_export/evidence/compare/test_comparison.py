@@ -15,8 +15,8 @@ RATES = '{"backprop-lora-fa": 0.01, "p-rge": 0.03}'
 BOTH = ("--methods", "backprop-lora-fa", "p-rge", "--seeds", 1, 2, "--learning-rates", RATES)
 
 
-def run(out: Path, verbs: FakeVerbs, *words: object) -> dict[str, Any]:
-    return compare(settings_for(out, *words), "prge compare", verbs)
+def run(out: Path, verbs: FakeVerbs, *arguments: object) -> dict[str, Any]:
+    return compare(settings_for(out, *arguments), "prge compare", verbs)
 
 
 def test_searches_then_runs_each_seed(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_only_reported_runs_read_test_rows(tmp_path: Path) -> None:
     assert all("/runs/" in output for output in reading)
 
 
-def test_the_same_command_goes_on_and_takes_more_seeds(tmp_path: Path) -> None:
+def test_the_same_command_continues_and_accepts_more_seeds(tmp_path: Path) -> None:
     run(tmp_path / "cmp", FakeVerbs(), *BOTH)
     again = FakeVerbs()
     run(tmp_path / "cmp", again, *BOTH)
@@ -71,12 +71,12 @@ def test_the_same_command_goes_on_and_takes_more_seeds(tmp_path: Path) -> None:
     assert again.verbs() == ["run", "eval"]
 
 
-def test_unfinished_runs_on_the_engine_are_resumed_and_others_begun_again(tmp_path: Path) -> None:
-    words = (*BOTH, "--search-trials", 1)
+def test_unfinished_runs_on_the_engine_are_resumed_and_others_start_again(tmp_path: Path) -> None:
+    arguments = (*BOTH, "--search-trials", 1)
     out = tmp_path / "cmp"
     write_run(out / "runs/p-rge-1/run", 3, "running")
     write_run(out / "runs/backprop-lora-fa-1/run", 3, "interrupted")
-    settings = settings_for(out, *words)
+    settings = settings_for(out, *arguments)
     (out / "config.yaml").write_text(settings_to_yaml(settings))
     verbs = FakeVerbs()
     compare(settings, "prge compare", verbs)
@@ -84,7 +84,7 @@ def test_unfinished_runs_on_the_engine_are_resumed_and_others_begun_again(tmp_pa
     assert verbs.verbs().count("baseline") == 3
 
 
-def test_a_broken_method_leaves_the_others_alone(tmp_path: Path) -> None:
+def test_a_failing_method_does_not_affect_the_others(tmp_path: Path) -> None:
     verbs = FakeVerbs(broken=["baseline"])
     result = run(tmp_path / "cmp", verbs, *BOTH)
     assert result["methods"]["backprop-lora-fa"]["runs"] == []
@@ -94,7 +94,7 @@ def test_a_broken_method_leaves_the_others_alone(tmp_path: Path) -> None:
     assert len(result["methods"]["p-rge"]["runs"]) == 2
 
 
-def test_a_rate_that_diverges_is_a_trial_that_lost(tmp_path: Path) -> None:
+def test_a_diverging_rate_loses_its_trial(tmp_path: Path) -> None:
     result = run(tmp_path / "cmp", FakeVerbs(diverging=0.02), *BOTH)
     method = result["methods"]["backprop-lora-fa"]
     assert method["learning_rate"] == 0.01
@@ -106,27 +106,27 @@ def test_a_rate_that_diverges_is_a_trial_that_lost(tmp_path: Path) -> None:
 
 def test_a_budget_of_seconds_is_timed_first(tmp_path: Path) -> None:
     verbs = FakeVerbs()
-    words = ("--methods", "p-rge", "--seeds", 1, "--search-trials", 1)
-    result = run(tmp_path / "cmp", verbs, *words, "--budget", "seconds", "--budget-value", 4)
+    arguments = ("--methods", "p-rge", "--seeds", 1, "--search-trials", 1)
+    result = run(tmp_path / "cmp", verbs, *arguments, "--budget", "seconds", "--budget-value", 4)
     # A fake step takes 0.1 s.
     assert result["methods"]["p-rge"]["runs"][0]["steps"] == 40
     assert "/measured/" in verbs.calls[1][1]["out"]
     assert "dev" not in verbs.calls[1][1]
 
 
-def test_an_export_that_fails_ends_it_with_what_was_said(tmp_path: Path) -> None:
-    with raises(RunError, "verb-failed", saying="export said this"):
+def test_a_failed_export_ends_a_comparison_with_the_exports_message(tmp_path: Path) -> None:
+    with raises(RunError, "verb-failed", containing="export said this"):
         run(tmp_path / "cmp", FakeVerbs(broken=["export"]), *BOTH)
 
 
 def test_another_comparison_is_refused(tmp_path: Path) -> None:
     run(tmp_path / "cmp", FakeVerbs(), *BOTH)
-    with raises(RunError, "settings-changed", saying="rank was 8, is 4"):
+    with raises(RunError, "settings-changed", containing="rank was 8, is 4"):
         run(tmp_path / "cmp", FakeVerbs(), *BOTH, "--rank", 4)
     (tmp_path / "cmp/config.yaml").write_text("")
     with raises(RunError, "settings-changed"):
         run(tmp_path / "cmp", FakeVerbs(), *BOTH)
     (tmp_path / "full").mkdir()
     (tmp_path / "full/notes.txt").touch()
-    with raises(RunError, "not-a-comparison", saying=str(tmp_path / "full")):
+    with raises(RunError, "not-a-comparison", containing=str(tmp_path / "full")):
         run(tmp_path / "full", FakeVerbs(), *BOTH)

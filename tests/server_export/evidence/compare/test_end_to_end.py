@@ -19,7 +19,7 @@ STEPS = 120
 
 def start(out: Path) -> subprocess.Popen[str]:
     """Start a comparison of two engine methods."""
-    words = [
+    arguments = [
         "--preset", "demo", "--out", out, "--json", out.with_suffix(".json"),
         "--methods", "p-rge-q1", "tangent", "--seeds", 5, "--search-trials", 1,
         "--learning-rates", '{"p-rge-q1": 0.01, "tangent": 0.01}',
@@ -27,7 +27,7 @@ def start(out: Path) -> subprocess.Popen[str]:
         "--dev-limit", 40, "--test-limit", 40,
     ]  # fmt: skip
     return subprocess.Popen(
-        [sys.executable, "-m", "prge.cli.main", "compare", *map(str, words)],
+        [sys.executable, "-m", "prge.cli.main", "compare", *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -40,7 +40,7 @@ def curve(result: dict[str, Any], method: str) -> list[float]:
 
 
 @pytest.mark.whole
-def test_killed_and_gone_on_with(tmp_path: Path) -> None:
+def test_a_killed_comparison_continues(tmp_path: Path) -> None:
     out = tmp_path / "cmp"
     run = out / "runs/p-rge-q1-5/run"
     first = start(out)

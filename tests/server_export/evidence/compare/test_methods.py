@@ -29,7 +29,7 @@ from tests.comparisons import settings_for
 ROWS = {split: Path(f"{split}.jsonl") for split in ("train", "dev", "test")}
 
 
-def test_names_and_sides() -> None:
+def test_methods_have_their_names_and_those_without_backward_pass_are_marked() -> None:
     assert all(name == method.name for name, method in METHODS.items())
     forward = {name for name, method in METHODS.items() if method.forward_only}
     assert forward == {

@@ -77,7 +77,7 @@ def test_random_weights_have_no_quality(tmp_path: Path) -> None:
     assert "accuracy on test rows" not in text
 
 
-def test_figures_and_who_wins(tmp_path: Path) -> None:
+def test_figures_and_winners_are_computed(tmp_path: Path) -> None:
     result = make_result(tmp_path)
     for run in result["methods"]["backprop-lora-fa"]["runs"]:
         run["own_idle_bytes"] = 300_000_000
@@ -97,7 +97,7 @@ def test_figures_and_who_wins(tmp_path: Path) -> None:
     assert ratio.value == pytest.approx(1 / 6)
 
 
-def test_nobody_wins_against_nobody(tmp_path: Path) -> None:
+def test_without_the_reference_no_method_wins(tmp_path: Path) -> None:
     result = make_result(tmp_path)
     del result["methods"]["backprop-lora-fa"]
     assert {duel.winner for duel in judge(result).duels} == {None}

@@ -39,9 +39,8 @@ def test_seconds_leave_evaluations_and_reloading_out() -> None:
             ("evaluation", 4, 30.0, 0.6),
         )
     )
-    assert [
-        tuple(point[name] for name in ("step", "forward_passes", "seconds", "loss")) for point in result
-    ] == [
+    columns = ("step", "forward_passes", "seconds", "loss")
+    assert [tuple(point[name] for name in columns) for point in result] == [
         (0, 0, 0.0, 1.0),
         (2, 20, 2.0, 0.8),
         (4, 40, 4.0, 0.6),

@@ -20,7 +20,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_begins_with_where_backpropagation_wins(report: Path) -> None:
+def test_a_report_begins_with_the_wins_of_backpropagation(report: Path) -> None:
     page = Page((report / "report.html").read_text())
     assert page.headings[0] == "Training methods on <script>alert(1)</script> & co"
     assert page.headings[1:3] == ["Where backpropagation wins", "Where forward passes win"]
@@ -29,7 +29,7 @@ def test_begins_with_where_backpropagation_wins(report: Path) -> None:
     assert first < text.index("forward passes to the target: backprop-lora-fa") < text.index("passes win\n")
 
 
-def test_everything_is_inside_and_escaped(report: Path) -> None:
+def test_a_page_contains_everything_and_escapes_texts(report: Path) -> None:
     text = (report / "report.html").read_text()
     page = Page(text)
     assert "script" not in page.names
@@ -62,7 +62,7 @@ def test_numbers_of_the_table_are_those_of_the_json(report: Path) -> None:
                 assert float(row[column].split()[0]) == pytest.approx(mean * scale, rel=2e-3)
 
 
-def test_the_verdict_and_what_methods_are_stand_in_words(report: Path) -> None:
+def test_the_verdict_and_the_methods_are_described(report: Path) -> None:
     text = (report / "report.md").read_text()
     assert re.search(r"peak memory over an idle runner: p-rge 50 MB, against .*: [\d.]+ .*times", text)
     methods = Page((report / "report.html").read_text()).tables[0]
@@ -75,7 +75,7 @@ def test_every_cell_of_a_table_names_its_column(report: Path) -> None:
     assert len(re.findall(r"<td[ >]", page)) == len(re.findall(r'<td[^>]* data-label="[^"]+"', page))
 
 
-def test_a_bound_is_printed_as_one(tmp_path: Path) -> None:
+def test_a_bound_is_printed_as_a_bound(tmp_path: Path) -> None:
     result = make_result(tmp_path)
     for run in result["methods"]["backprop-lora-fa"]["runs"]:
         run["curve"][1] |= {"loss": 0.21}
@@ -122,7 +122,7 @@ def test_the_same_result_gives_the_same_bytes(report: Path, tmp_path: Path) -> N
     assert (tmp_path / "report.html").read_bytes() == (report / "report.html").read_bytes()
 
 
-def test_report_without_any_run(tmp_path: Path) -> None:
+def test_a_report_without_any_run_is_written(tmp_path: Path) -> None:
     result = make_result(tmp_path)
     for method in result["methods"].values():
         method["runs"] = []

@@ -24,13 +24,13 @@ def data(tmp_path: Path) -> Path:
     return folder
 
 
-def words(data: Path, name: str) -> list[object]:
+def split_arguments(data: Path, name: str) -> list[object]:
     return ["--task", "null", "--data", data, "--train", name, "--dev", name, "--test", name]
 
 
 def test_parts_of_one_file(data: Path, tmp_path: Path) -> None:
     limits = ["--train-limit", 5, "--dev-start", 5, "--dev-limit", 2, "--test-start", 7]
-    settings = settings_for(tmp_path / "out", *words(data, "texts.json"), *limits)
+    settings = settings_for(tmp_path / "out", *split_arguments(data, "texts.json"), *limits)
     written = write_splits(settings, tmp_path / "written")
     result = {split: path.read_text().splitlines() for split, path in written.items()}
     assert [len(result[split]) for split in ("train", "dev", "test")] == [5, 2, 3]
@@ -39,8 +39,8 @@ def test_parts_of_one_file(data: Path, tmp_path: Path) -> None:
 
 
 def test_splits_that_share_rows_are_refused(data: Path, tmp_path: Path) -> None:
-    settings = settings_for(tmp_path / "out", *words(data, "rows.jsonl"), "--dev-start", 8)
-    with raises(DataError, "splits-share-rows", saying="train and dev"):
+    settings = settings_for(tmp_path / "out", *split_arguments(data, "rows.jsonl"), "--dev-start", 8)
+    with raises(DataError, "splits-share-rows", containing="train and dev"):
         write_splits(settings, tmp_path / "written")
 
 
@@ -48,7 +48,7 @@ def test_rows_that_changed_are_refused(tmp_path: Path) -> None:
     settings = settings_for(tmp_path / "out", "--dev-limit", 4)
     write_splits(settings, tmp_path / "written")
     (tmp_path / "written/dev.jsonl").write_text("{}\n")
-    with raises(RunError, "rows-changed", saying="dev.jsonl"):
+    with raises(RunError, "rows-changed", containing="dev.jsonl"):
         write_splits(settings, tmp_path / "written")
 
 
@@ -57,11 +57,11 @@ def test_files_of_a_folder_are_selected_by_name(tmp_path: Path) -> None:
     folder.mkdir()
     for name in ("train", "valid", "test"):
         (folder / f"{name}.jsonl").write_text(json.dumps({"review": name}) + "\n")
-    words = ("--task", "null", "--data", folder, "--columns", "text=review")
-    settings = settings_for(tmp_path / "out", *words)
+    arguments = ("--task", "null", "--data", folder, "--columns", "text=review")
+    settings = settings_for(tmp_path / "out", *arguments)
     written = write_splits(settings, tmp_path / "written")
     result = {part: json.loads(path.read_text()) for part, path in written.items()}
     assert result == {"train": {"text": "train"}, "dev": {"text": "valid"}, "test": {"text": "test"}}
     (folder / "dev.csv").touch()
-    with raises(DataError, "part-missing", saying="valid.jsonl, dev.csv"):
+    with raises(DataError, "part-missing", containing="valid.jsonl, dev.csv"):
         write_splits(settings, tmp_path / "again")

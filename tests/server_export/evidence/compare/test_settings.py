@@ -17,7 +17,7 @@ from tests.refusals import raises
 NAMES = sorted(path.stem for path in CompareSettings.PRESETS.glob("*.yaml"))
 
 
-def test_the_presets_are_there() -> None:
+def test_the_presets_exist() -> None:
     assert NAMES == ["demo", "minilm-sst2", "smollm2-135m", "stories-wikitext"]
 
 
@@ -25,10 +25,10 @@ def test_the_presets_are_there() -> None:
 def test_presets_parse(name: str, tmp_path: Path) -> None:
     for file in ("train.tsv", "dev.tsv", "test-labeled.tsv", "wikitext_1000.json"):
         (tmp_path / file).touch()
-    words = ["--preset", name, "--out", str(tmp_path / "out")]
+    arguments = ["--preset", name, "--out", str(tmp_path / "out")]
     if name in ("minilm-sst2", "stories-wikitext"):
-        words += ["--model", "some/model", "--data", str(tmp_path)]
-    settings = parse_settings(CompareSettings, words, "prge compare")
+        arguments += ["--model", "some/model", "--data", str(tmp_path)]
+    settings = parse_settings(CompareSettings, arguments, "prge compare")
     assert settings.preset == name
     assert chosen_methods(settings.methods, settings.batch_size)[0].name == "backprop-lora-fa"
     path = tmp_path / "again.yaml"
@@ -45,7 +45,7 @@ def test_flags_win_over_a_preset(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("arguments", "expected"),
     [
         (["--preset", "demos"], "--preset is 'demos'; did you mean demo?"),
         (["--preset", "minilm-sst2"], "--model is missing"),
@@ -68,10 +68,10 @@ def test_flags_win_over_a_preset(tmp_path: Path) -> None:
         (["--preset", "demo", "--batch-size", "6"], "p-rge: its 4 queries share a batch"),
     ],
 )
-def test_mistakes_end_with_code_2(
-    words: list[str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_wrong_arguments_end_with_code_2(
+    arguments: list[str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["compare", *words, "--out", str(tmp_path / "out")]) == 2
+    assert main(["compare", *arguments, "--out", str(tmp_path / "out")]) == 2
     message = capsys.readouterr().err
     assert expected in message
     assert "Traceback" not in message
@@ -79,7 +79,7 @@ def test_mistakes_end_with_code_2(
 
 
 def test_unknown_methods_name_the_nearest() -> None:
-    with raises(ConfigError, "no-such-method", saying="tangents") as raised:
+    with raises(ConfigError, "no-such-method", containing="tangents") as raised:
         chosen_methods(["tangents", "backprop"], 16)
     assert len(raised.value.problems) == 2
     assert "p-rge-q16" in raised.value.remedy

@@ -27,7 +27,7 @@ def same(guess: Rows, rows: Rows) -> bool:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_finds_a_row_of_four_tokens_at_rank_eight_from_its_gradient(seed: int) -> None:
+def test_an_attack_finds_a_row_of_four_tokens_at_rank_eight_from_its_gradient(seed: int) -> None:
     victim, form = make_victim(8, seed=seed), text_form(4)
     rows = make_rows(form, 1, seed)
     report = make_report(EXACT, victim.gradients(form, rows)[0])
@@ -35,13 +35,13 @@ def test_finds_a_row_of_four_tokens_at_rank_eight_from_its_gradient(seed: int) -
     assert same(attacked(victim, form, report), rows)
 
 
-def test_finds_a_row_and_its_label_in_a_task() -> None:
+def test_an_attack_finds_a_row_and_its_label_in_a_task() -> None:
     victim, form = make_victim(16), task_form(3)
     rows = make_rows(form, 1)
     assert same(attacked(victim, form, make_report(EXACT, victim.gradients(form, rows)[0])), rows)
 
 
-def test_finds_a_row_from_few_projected_gradients() -> None:
+def test_an_attack_finds_a_row_from_few_projected_gradients() -> None:
     victim, form = make_victim(2), text_form(3)
     rows = make_rows(form, 1)
     report = make_report(projections(victim.modules, 0, 10, 4), victim.gradients(form, rows)[0])
@@ -89,5 +89,5 @@ def test_the_prior_returns_the_consensus_of_its_texts() -> None:
     tokens = torch.tensor([[1, 2, 3], [1, 2, 4], [5, 2, 3], [6, 7, 8]])
     rows = Rows(tokens, torch.zeros(4, dtype=torch.long))
     assert prior.consensus(rows, torch.zeros(4)).tokens.tolist() == [[1, 2, 3]]
-    # Unless one of the texts is far more likely than the others.
+    # A text that is far more likely than the others wins against the consensus.
     assert prior.consensus(rows, torch.tensor([0.0, 0, 0, 9])).tokens.tolist() == [[6, 7, 8]]

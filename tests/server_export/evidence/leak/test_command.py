@@ -17,8 +17,8 @@ from tests.tiny_models import save_model
 FEW = "--samples 16 --guesses 200 --matching-steps 5 --limit 1 --seeds 1 2".split()
 
 
-def parse(words: str) -> LeakSettings:
-    return parse_settings(LeakSettings, words.split(), "prge leak")
+def parse(arguments: str) -> LeakSettings:
+    return parse_settings(LeakSettings, arguments.split(), "prge leak")
 
 
 def output(_: str) -> None:
@@ -27,7 +27,7 @@ def output(_: str) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with `model`, `rows.jsonl` of texts and `task.yaml`."""
+    """Return a folder with `model`, `rows.jsonl` of texts and `task.yaml`."""
     save_model(tmp_path / "model", "llama")
     lines = [
         json.dumps({"text": f"some {word} here", "label": index % 2}) for index, word in enumerate("abcd")
@@ -42,9 +42,11 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_figures_and_picture(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = f"--model {folder / 'model'} --rows {folder / 'rows.jsonl'} --lengths 3 2 --steps 2 --noise 0 4"
+    arguments = (
+        f"--model {folder / 'model'} --rows {folder / 'rows.jsonl'} --lengths 3 2 --steps 2 --noise 0 4"
+    )
     out = f"--json {folder / 'leak.json'} --out {folder / 'leak.svg'}"
-    assert main([*words.split(), *out.split(), *FEW]) == 0
+    assert main([*arguments.split(), *out.split(), *FEW]) == 0
     result = json.loads((folder / "leak.json").read_text(encoding="utf-8"))
     assert {"recovered_exact", "recovered_top", "recovered_scalars", "recovered_prior"} <= result.keys()
     cases = [(line["report"], line["length"], line["noise"]) for line in result["table"]]
@@ -65,21 +67,21 @@ def test_figures_and_picture(folder: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_labels_of_a_task_are_attacked(folder: Path) -> None:
-    words = f"--model {folder / 'model'} --rows {folder / 'rows.jsonl'} --task {folder / 'task.yaml'}"
-    result = leak(parse(f"{words} --lengths 1 --ranks 16 --reports exact {' '.join(FEW)}"), output)
+    arguments = f"--model {folder / 'model'} --rows {folder / 'rows.jsonl'} --task {folder / 'task.yaml'}"
+    result = leak(parse(f"{arguments} --lengths 1 --ranks 16 --reports exact {' '.join(FEW)}"), output)
     assert result["table"][0]["label"]["mean"] == 1
     assert result["recovered_exact"] == 1
 
 
 def test_layers_that_keep_their_weights_transposed_are_attacked(folder: Path) -> None:
     save_model(folder / "gpt2", "gpt2")
-    words = f"--model {folder / 'gpt2'} --rows {folder / 'rows.jsonl'} --lengths 2 --reports exact"
-    result = leak(parse(f"{words} {' '.join(FEW)}"), output)
+    arguments = f"--model {folder / 'gpt2'} --rows {folder / 'rows.jsonl'} --lengths 2 --reports exact"
+    result = leak(parse(f"{arguments} {' '.join(FEW)}"), output)
     assert result["recovered_exact"] > result["recovered_prior"]
 
 
 @pytest.mark.parametrize(
-    ("words", "value"),
+    ("arguments", "value"),
     [
         ("--rows rows.jsonl", "--model"),
         ("--preset demo --lengths", "--lengths"),
@@ -89,21 +91,21 @@ def test_layers_that_keep_their_weights_transposed_are_attacked(folder: Path) ->
         ("--preset demo --top-share 2", "--top-share is 2"),
     ],
 )
-def test_settings_that_cannot_be(words: str, value: str) -> None:
-    with raises(ConfigError, "settings-unusable", saying=value):
-        parse(words)
+def test_impossible_settings_are_refused(arguments: str, value: str) -> None:
+    with raises(ConfigError, "settings-unusable", containing=value):
+        parse(arguments)
 
 
-def test_too_few_rows(folder: Path) -> None:
+def test_too_few_rows_are_refused(folder: Path) -> None:
     settings = LeakSettings(model=str(folder / "model"), rows=folder / "rows.jsonl", lengths=[40])
-    with raises(DataError, "rows-too-few", saying="40"):
+    with raises(DataError, "rows-too-few", containing="40"):
         leak(settings, output)
 
 
 def test_an_encoder_is_refused(folder: Path) -> None:
     save_model(folder / "encoder", "bert")
     settings = LeakSettings(model=str(folder / "encoder"), rows=folder / "rows.jsonl")
-    with raises(ConfigError, "encoder-not-attacked", saying="encoder"):
+    with raises(ConfigError, "encoder-not-attacked", containing="encoder"):
         leak(settings, output)
 
 

@@ -19,7 +19,7 @@ OBJECTIVES: list[MatchingObjective] = ["dlg", "cosine"]
 
 @pytest.fixture(scope="module")
 def trained() -> AttackTarget:
-    """The demo's trained model, since random embeddings carry no meaning."""
+    """Return the demo's trained model, since random embeddings carry no meaning."""
     return open_target(LeakSettings(model="demo", rows=Path("demo"), target_modules=["o_proj", "down_proj"]))
 
 
@@ -50,7 +50,7 @@ def test_only_the_cosine_forgets_the_size() -> None:
     assert result["dlg"] == pytest.approx(1)
 
 
-def test_no_steps_change_nothing() -> None:
+def test_zero_steps_change_nothing() -> None:
     victim, form = make_victim(4), text_form(4)
     rows = make_rows(form, 2)
     report = make_report(ReportView(), victim.gradients(form, rows)[0])

@@ -48,7 +48,7 @@ def test_as_many_projections_as_values_determine_the_gradient(enough: bool) -> N
     assert float((result.float() - own[0]).norm()) < 1e-2 * float(own.norm())
 
 
-def test_noise_is_as_large_as_it_says() -> None:
+def test_noise_has_its_nominal_size() -> None:
     own = gradients(1, 20_000)
     report = make_report(ReportView(), own, 0.5, torch.Generator().manual_seed(1))
     assert float((report.values - own[0]).std()) == pytest.approx(report.noise, rel=0.05)
@@ -58,8 +58,8 @@ def test_noise_is_as_large_as_it_says() -> None:
 
 def test_clipping_bounds_what_a_row_adds_to_a_step() -> None:
     own = gradients(2) * torch.tensor([[1.0], [0.1]])
-    made = torch.randn(40, 600, generator=torch.Generator().manual_seed(2)).sign()
-    plain = ReportView(directions=made, queries=4)
+    directions = torch.randn(40, 600, generator=torch.Generator().manual_seed(2)).sign()
+    plain = ReportView(directions=directions, queries=4)
     report = make_report(plain, own, 1.0, torch.Generator().manual_seed(1))
     clip = float(own.norm(dim=1).max())
     steps = report.view(own).reshape(2, 10, 4)
@@ -71,5 +71,5 @@ def test_clipping_bounds_what_a_row_adds_to_a_step() -> None:
 def test_the_right_guess_is_the_likeliest() -> None:
     own = gradients(1)
     report = make_report(ReportView(), own)
-    seen = report.view(torch.cat([own, own * 1.1, -own]))
-    assert int(report.log_likelihoods(seen).argmax()) == 0
+    reports = report.view(torch.cat([own, own * 1.1, -own]))
+    assert int(report.log_likelihoods(reports).argmax()) == 0

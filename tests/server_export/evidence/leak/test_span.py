@@ -13,7 +13,7 @@ from tests.server_export.evidence.leak.victims import make_rows, make_victim, ta
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "qwen3", "gemma2"])
 @pytest.mark.parametrize("seed", range(3))
-def test_finds_rows_of_four_tokens_at_rank_eight(architecture: str, seed: int) -> None:
+def test_the_span_check_finds_rows_of_four_tokens_at_rank_eight(architecture: str, seed: int) -> None:
     victim = make_victim(8, architecture, seed)
     form = text_form(4)
     rows = make_rows(form, 1, seed)
@@ -23,14 +23,14 @@ def test_finds_rows_of_four_tokens_at_rank_eight(architecture: str, seed: int) -
     assert result[0].tolist() == rows.tokens[0, :3].tolist()
 
 
-def test_finds_all_tokens_of_a_task() -> None:
+def test_the_span_check_finds_all_tokens_of_a_task() -> None:
     victim, form = make_victim(16), task_form(4)
     rows = make_rows(form, 1)
     spans = compute_spans(victim.modules, victim.gradients(form, rows)[0][0])
     assert read_prefixes(victim, form, spans, count=1, beam=8)[0].tolist() == rows.tokens[0].tolist()
 
 
-def test_finds_both_rows_of_a_batch() -> None:
+def test_the_span_check_finds_both_rows_of_a_batch() -> None:
     victim, form = make_victim(16), text_form(4)
     rows = make_rows(form, 2)
     spans = compute_spans(victim.modules, victim.gradients(form, rows)[0].mean(0))

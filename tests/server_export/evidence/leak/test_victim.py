@@ -33,7 +33,7 @@ def example_of(form: KnownForm, rows: Rows) -> Example:
     return Example(1, (TokenSequence(tokens, tuple(targets)),), 1, None)
 
 
-def test_gradients_are_the_engines(workshop: Path, tmp_path: Path) -> None:
+def test_gradients_equal_those_of_the_engine(workshop: Path, tmp_path: Path) -> None:
     bundle = open_bundle(workshop / "bundle")
     engine = open_engine(bundle, "backward").engine
     adapter = read_peft(bundle.adapter, bundle.chain.modules)

@@ -17,7 +17,7 @@ COUNT, SELECTED, TOKENS, WIDTH = 6, 2, 5, 4
 
 
 def graph_of_layer(others: float, act: Callable[[torch.Tensor], torch.Tensor]) -> ModelGraph:
-    """Returns the graph of a layer whose router replaces all but the largest scores by another number."""
+    """Return the graph of a layer whose router replaces all but the largest scores by another number."""
 
     def layer(state: torch.Tensor) -> torch.Tensor:
         logits = torch.cat([state, state[:, :2]], -1)
@@ -31,7 +31,7 @@ def graph_of_layer(others: float, act: Callable[[torch.Tensor], torch.Tensor]) -
         return model_graph(layer, state)
 
 
-def test_selected_shares_are_computed_as_all_shares_were() -> None:
+def test_selected_shares_equal_the_shares_of_all_experts() -> None:
     graph = graph_of_layer(float("-inf"), torch.sigmoid)
     choose_experts(graph)
     graph_module = graph.graph_module

@@ -31,7 +31,7 @@ def folded(
 
 
 def read(weights: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-    """Returns the readout of a decoder's logits."""
+    """Return the readout of a decoder's logits."""
     return SOFTMAX_PARTS(weights, state[..., :1].float(), torch.zeros_like(state[..., :1]).long())
 
 
@@ -40,14 +40,14 @@ def triangle(state: torch.Tensor) -> torch.Tensor:
     return positions <= positions[:, None]
 
 
-LEAST = torch.finfo(torch.float32).min
+LOWEST = torch.finfo(torch.float32).min
 MASKED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "where": lambda scores, seen: torch.where(seen, scores, torch.full((), LEAST, device=scores.device)),
-    "masked_fill": lambda scores, seen: scores.masked_fill(~seen, LEAST),
-    "masked_fill and a sum": lambda scores, seen: scores.masked_fill(~seen, LEAST) + (~seen).float() * -1e9,
+    "where": lambda scores, seen: torch.where(seen, scores, torch.full((), LOWEST, device=scores.device)),
+    "masked_fill": lambda scores, seen: scores.masked_fill(~seen, LOWEST),
+    "masked_fill and a sum": lambda scores, seen: scores.masked_fill(~seen, LOWEST) + (~seen).float() * -1e9,
     "a product and a sum": lambda scores, seen: scores * seen.float() + -1e4 * (1 - seen.float()),
-    "no less than the least": lambda scores, seen: torch.maximum(
-        scores + (~seen).float() * -1e9, torch.full((), LEAST, device=scores.device)
+    "no less than the lowest": lambda scores, seen: torch.maximum(
+        scores + (~seen).float() * -1e9, torch.full((), LOWEST, device=scores.device)
     ),
 }
 
@@ -66,14 +66,14 @@ def test_masked_scores_become_the_sum_with_one_mask(style: str) -> None:
     ]
 
 
-def test_alibi_slopes_join_queries_and_positions_join_keys() -> None:
+def test_alibi_factors_join_queries_and_positions_join_keys() -> None:
     def biased(state: torch.Tensor) -> torch.Tensor:
         heads = torch.stack([state, state * 2], 1)
-        slopes = 0.5 ** torch.arange(1, 3, device=state.device)[:, None, None]
+        factors = 0.5 ** torch.arange(1, 3, device=state.device)[:, None, None]
         positions = torch.arange(1 - state.shape[1], 1, device=state.device)
-        scores = heads @ heads.transpose(-1, -2) * 0.5 + slopes * positions
-        least = torch.full((), LEAST, device=state.device)
-        return read(torch.softmax(torch.where(triangle(state), scores, least), -1).sum(1), state)
+        scores = heads @ heads.transpose(-1, -2) * 0.5 + factors * positions
+        lowest = torch.full((), LOWEST, device=state.device)
+        return read(torch.softmax(torch.where(triangle(state), scores, lowest), -1).sum(1), state)
 
     graph_module, tables = folded(biased)
     (positions,) = (table for table in tables.all if table.type == "rotary")
@@ -92,7 +92,7 @@ def test_biases_are_computed_for_the_row_only() -> None:
 
 
 def test_a_bias_of_each_key_joins_the_keys() -> None:
-    """As with ALiBi, wherever the bias comes from: the scores only get a mask."""
+    """As with ALiBi, the scores only get a mask, wherever the bias comes from."""
 
     def biased(state: torch.Tensor) -> torch.Tensor:
         number = torch.tanh(state[..., 0])[:, None, :].expand(-1, state.shape[1], -1)
@@ -128,10 +128,10 @@ def test_short_rows_select_all_tokens(count: int) -> None:
         scores = state @ state.mT
         positions = torch.topk(scores, count, dim=-1).indices
         marks = torch.zeros(scores.shape, device=state.device).scatter(-1, positions, 1.0)
-        return torch.softmax(scores.masked_fill(marks == 0, LEAST), -1)
+        return torch.softmax(scores.masked_fill(marks == 0, LOWEST), -1)
 
     if count < LONGEST:
-        with raises(Refusal, "token-budget", saying="8 tokens") as caught:
+        with raises(Refusal, "token-budget", containing="8 tokens") as caught:
             folded(chosen, decoder=False)
         assert "9 tokens" in caught.value.what
         return

@@ -33,10 +33,10 @@ def phone(tmp_path: Path) -> FakePhone:
 
 
 def parsed(output: str) -> tuple[list[str], dict[str, Any], str]:
-    """Parse the script's output into the words before `--config`, the settings, and the standard input."""
-    *words, settings, read = output.split("\0")
-    assert words[-2] == "--config"
-    return words[:-2], yaml.safe_load(settings), read
+    """Parse the script's output: the arguments before `--config`, the settings, and the standard input."""
+    *arguments, settings, read = output.split("\0")
+    assert arguments[-2] == "--config"
+    return arguments[:-2], yaml.safe_load(settings), read
 
 
 def test_the_verb_uses_the_runs_bundle_and_the_runs_as_adapters(phone: FakePhone) -> None:
@@ -44,9 +44,9 @@ def test_the_verb_uses_the_runs_bundle_and_the_runs_as_adapters(phone: FakePhone
         "generate", "first", "base", "--prompt", "it's $HOME\n`ls`", "-", "--temperature", "0.5", "--json",
         "--stop", "a", "b", stdin="from here", code=7,
     )  # fmt: skip
-    words, settings, read = parsed(done.stdout)
-    assert words == ["-m", "prge.cli.main", "generate"]
-    given = {
+    arguments, settings, read = parsed(done.stdout)
+    assert arguments == ["-m", "prge.cli.main", "generate"]
+    expected = {
         "bundle": "/data/my bundle",
         "adapter": [f"first={phone.folder}/runs/first", "base"],
         "temperature": 0.5,
@@ -54,7 +54,7 @@ def test_the_verb_uses_the_runs_bundle_and_the_runs_as_adapters(phone: FakePhone
         "prompt": ["it's $HOME\n`ls`", "from here"],
         "json": True,
     }
-    assert {name: settings[name] for name in given} == given
+    assert {name: settings[name] for name in expected} == expected
     assert (read, done.stderr) == ("", "an error\n")
 
 
@@ -78,14 +78,14 @@ def test_files_are_sent(phone: FakePhone, tmp_path: Path) -> None:
 
 def test_chat_reads_lines_of_this_computer(phone: FakePhone) -> None:
     done = phone.prge("chat", "first", "second", "--max-tokens", 9, stdin="a dog\n/quit\n", code=7)
-    words, settings, read = parsed(done.stdout)
-    assert words[-1] == "chat" and settings["max_tokens"] == 9
+    arguments, settings, read = parsed(done.stdout)
+    assert arguments[-1] == "chat" and settings["max_tokens"] == 9
     assert settings["adapter"] == [f"{name}={phone.folder}/runs/{name}" for name in ("first", "second")]
     assert read == "a dog\n/quit\n"
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         (("third",), "has no run 'third'; it has: first, other, second"),
         (("first", "other"), "The runs have different bundles"),
@@ -94,10 +94,10 @@ def test_chat_reads_lines_of_this_computer(phone: FakePhone) -> None:
         (("../first",), "../first is not a bundle"),
     ],
 )
-def test_what_can_not_generate_is_an_error_of_this_computer(
-    phone: FakePhone, words: tuple[str, ...], message: str
+def test_unusable_runs_are_refused_on_this_computer(
+    phone: FakePhone, arguments: tuple[str, ...], message: str
 ) -> None:
-    assert message in phone.prge("chat", *words, code=2).stderr
+    assert message in phone.prge("chat", *arguments, code=2).stderr
 
 
 def test_flags_are_checked_before_the_phone_is_contacted(phone: FakePhone) -> None:

@@ -13,7 +13,7 @@ from prge.formats.peft import write_peft
 from prge.generation.loop import Completion, GenerationSettings, Generator, Request
 from prge.generation.prompts import Prompts
 from tests.device_runner.numpy_device import Device
-from tests.speakers import NumpyGenerationEngine
+from tests.numpy_generation_engine import NumpyGenerationEngine
 from tests.templates import random_adapter
 
 TEMPLATE = (
@@ -22,7 +22,7 @@ TEMPLATE = (
 )
 
 
-class Speaking:
+class NumpyModel:
     """A bundle in a folder, and the generation engines that verbs have opened for it."""
 
     def __init__(self, folder: Path, chat_template: str = "", context: int = 400) -> None:
@@ -30,7 +30,7 @@ class Speaking:
         self.bundle = open_bundle(self.folder)
         self.tokenizer = load_bundle_tokenizer(self.bundle)
         self.context = context
-        self.speakers: list[NumpyGenerationEngine] = []
+        self.engines: list[NumpyGenerationEngine] = []
 
     def replaces(self, monkeypatch: pytest.MonkeyPatch, *modules: object) -> None:
         """Make these modules open numpy generation engines."""
@@ -38,9 +38,9 @@ class Speaking:
             monkeypatch.setattr(module, "open_generator", self.open_generator)
 
     def open_generator(self, bundle: Bundle, tokenizer: Tokenizer, flags: object, slots: int) -> Generator:
-        """Replaces device_runner.session.generation.open_generator."""
-        self.speakers.append(NumpyGenerationEngine(bundle.chain.vocabulary_size, self.context, slots))
-        return Generator(self.speakers[-1], tokenizer)
+        """Replace device_runner.session.generation.open_generator."""
+        self.engines.append(NumpyGenerationEngine(bundle.chain.vocabulary_size, self.context, slots))
+        return Generator(self.engines[-1], tokenizer)
 
     def write_adapter(self, folder: Path, seed: int = 1) -> Path:
         """Write a PEFT folder for the bundle with random values."""
@@ -53,7 +53,7 @@ class Speaking:
         """Return the model's greedy answer to a text or messages, computed alone."""
         prompts = Prompts(self.tokenizer)
         prompt = prompts.encode_text(text) if isinstance(text, str) else prompts.encode_messages(text)
-        speaker = NumpyGenerationEngine(self.bundle.chain.vocabulary_size, self.context)
+        engine = NumpyGenerationEngine(self.bundle.chain.vocabulary_size, self.context)
         adapter = adapter or Adapter.zeros(self.bundle.chain.modules)
         request = Request(prompt, adapter, GenerationSettings(max_tokens))
-        return Generator(speaker, self.tokenizer).generate([request])[0]
+        return Generator(engine, self.tokenizer).generate([request])[0]

@@ -87,14 +87,14 @@ class Child:
 def serving(folder: Path, every: int) -> Iterator[Child]:
     bundle = folder / "bundle"
     if not bundle.exists():
-        Device(has_back=True).write_bundle(bundle)
+        Device(has_backward=True).write_bundle(bundle)
     script = Path(__file__).with_name("learning_child.py")
     with server_process(script, bundle, folder / "learn", every) as (process, url):
         yield Child(process, url)
 
 
 def write_many(path: Path, count: int = ROWS) -> None:
-    """Return a large amount of feedback."""
+    """Write a large amount of feedback."""
     path.parent.mkdir(exist_ok=True)
     row = AnswerRecord(
         "ID", "m", "0" * 16, {"prompt": "word " * 20 + "ID"}, " answer", {"seed": 1}
@@ -136,8 +136,8 @@ def test_the_event_loop_opens_no_file(tmp_path: Path) -> None:
         child.check_health_until(
             lambda: child.ask("/v1/adapters")[1]["data"][-1]["status"] in ("served", "refused")
         )
-        back = [child.ask("/v1/adapters/back", body) for body in ({}, {"version": 7}, {"version": 1})]
-        assert [status for status, _ in back] in ([400, 409, 200], [400, 409, 409])
+        rollbacks = [child.ask("/v1/adapters/back", body) for body in ({}, {"version": 7}, {"version": 1})]
+        assert [status for status, _ in rollbacks] in ([400, 409, 200], [400, 409, 409])
         child.end()
         assert child.process.stdout is not None
         output = child.process.stdout.read()
@@ -162,11 +162,11 @@ def test_a_file_of_150_000_rows_that_is_read(tmp_path: Path) -> None:
 def test_rows_are_deleted_while_a_server_runs(tmp_path: Path) -> None:
     path = tmp_path / "learn/feedback.jsonl"
     write_many(path)
-    words = [sys.executable, "-m", "prge.cli.main", "rows", "forget", path, "--match", " 149999"]
+    command = [sys.executable, "-m", "prge.cli.main", "rows", "forget", path, "--match", " 149999"]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     with serving(tmp_path, 10**6) as child, ThreadPoolExecutor(1) as pool:
         id = child.answer()
-        forgetting = pool.submit(subprocess.run, [*map(str, words)], env=environment, check=True)
+        forgetting = pool.submit(subprocess.run, [*map(str, command)], env=environment, check=True)
         child.check_health_until(forgetting.done)
         forgetting.result()
         assert child.ask("/v1/feedback", {"id": id, "rating": "good"})[0] == 200
