@@ -295,7 +295,7 @@ def _text_of(content: bytes, texts: list[tuple[int, int]], random: Random) -> by
 def gguf_header_fields(content: bytes) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """Return offsets and sizes in bytes of the numbers and of the texts of a valid GGUF header.
 
-    Of a list, only the first and the last element are included.
+    For a list, only the first and the last element are included.
     """
     numbers, texts, at = list[tuple[int, int]](), list[tuple[int, int]](), 4
     widths = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
