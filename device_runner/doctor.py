@@ -28,7 +28,7 @@ OLDEST_PYTHON, TOO_NEW_PYTHON = (3, 10), (3, 14)
 ENOUGH_MEMORY = 512 * MIB
 ENOUGH_DISK = 1024 * MIB
 
-# Requirements of training; with the native engine, it doesn't need torch and torch's engine.
+# Requirements of training; it needs neither torch nor the torch engine if the native engine works.
 REQUIRED = ("python", "numpy", "safetensors", "tokenizers", "PyYAML", "tqdm", "torch", "executorch", "engine")
 NOT_NEEDED_BY_NATIVE = ("torch", "engine")
 # Packages that are installed if they can be imported, and what needs them.

@@ -34,7 +34,7 @@ class Residual:
     """Memory of one value that a block saves for its backward pass.
 
     Attributes:
-        values: f32 [rows, tokens, width]; of a head [1, targets, width].
+        values: the value, f32 [rows, tokens, width]; for a head [1, targets, width].
         memory: f32 [elements] that starts at `values`, with room for the block's largest output.
     """
 

@@ -60,7 +60,7 @@ class GenerationFlags(EngineFlags):
     min_p: float = MIN_P
     """Sample from tokens with at least this share of the most likely token's probability; 0: from all."""
     repetition_penalty: float = 1.0
-    """Values above 1 make tokens less likely that the prompt or the answer already contains."""
+    """Values above 1 make tokens that the prompt or the answer already contains less likely."""
     seed: int | None = None
     """Seed of sampling: the same seed gives the same answers. Default: different answers each time."""
     stop: tuple[str, ...] = ()

@@ -144,7 +144,7 @@ class Bench:
             child.wait()
             if MIN_STEPS <= count_steps(out / "unfinished") < STEPS:
                 return
-        raise RuntimeError("no run could be killed on its way")
+        raise RuntimeError("no run could be killed before its end")
 
 
 def mount_disk(folder: Path, size: int) -> bool:

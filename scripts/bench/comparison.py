@@ -36,7 +36,7 @@ _STEP, _LARGEST = 8.0, 16.0
 
 
 class _ChangedWeights(CheckpointWeights):
-    """The same weights with one changed number."""
+    """Weights of a checkpoint with one changed number."""
 
     def __init__(self, weights: CheckpointWeights, name: str, change: float) -> None:
         vars(self).update(vars(weights))

@@ -172,7 +172,7 @@ class FlowerTask:
         return self._reply(encode_content(content))
 
     def failure(self, reason: str) -> Message:
-        """Return the message that the task failed."""
+        """Return a message that reports the failure of the task."""
         return self._reply(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason))
 
     def _reply(self, content: RecordDict | Error) -> Message:
@@ -350,7 +350,7 @@ class FleetState:
                 state.finish_task(task.task_id, SubStatus.COMPLETED, "")
 
     def is_running(self) -> bool:
-        """Return whether Flower considers the run alive, which it does until a minute without messages."""
+        """Return whether Flower considers the run alive; this ends after a minute without messages."""
         (run,) = self._state.get_run_info(run_ids=[self._run])
         return bool(run.status.status == Status.RUNNING)
 
