@@ -232,7 +232,7 @@ class AdapterLearner:
                 return {**replayed, "value": float(replayed["value"])}, False
         record = {"type": "evaluation", "step": self.state.step, **self.evaluate_state(self.state)}
         if not math.isfinite(record["loss"]) or not math.isfinite(record["value"]):
-            problem = f"step {self.state.step}: the loss on the development rows is {record['loss']}"
+            problem = f"Step {self.state.step}: the loss on the development rows is {record['loss']}"
             raise DivergenceError(problem, remedy=_REMEDY, code="evaluation-not-finite")
         return self.journal.append(record), True
 
@@ -248,7 +248,7 @@ def loss_has_risen(progress: TrainingProgress, ratio: float) -> str:
     """
     first, smoothed = progress.first_loss, progress.smoothed_loss
     if first is not None and smoothed is not None and smoothed > ratio * max(first, 1.0):
-        return f"step {progress.step}: the smoothed loss is {smoothed:.3g}, the first loss was {first:.3g}"
+        return f"Step {progress.step}: the smoothed loss is {smoothed:.3g}, the first loss was {first:.3g}"
     return ""
 
 
@@ -264,5 +264,5 @@ def _describe_not_finite(measurement: Measurement, step: int) -> str:
     count = int(derivatives.size - np.isfinite(derivatives).sum())
     if count or not math.isfinite(loss):
         name = "projected gradients" if measurement.gradient is None else "derivatives"
-        return f"step {step}: the loss is {loss}, and {count} of {derivatives.size} {name} are not finite"
+        return f"Step {step}: the loss is {loss}, and {count} of {derivatives.size} {name} are not finite"
     return ""

@@ -127,7 +127,7 @@ def test_calls_work_from_threads(
         scores = pool.submit(prge.evaluate, bundle=given["bundle"], adapter=outs[0], data=given["train"])
         assert scores.result()["loss"] > 0
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
-    numpy_model = NumpyModel(tmp_path / "bundle")
+    numpy_model = NumpyModel(tmp_path / "generation")
     numpy_model.replaces(monkeypatch, chat, session)
     with ThreadPoolExecutor(1) as pool:
         model = pool.submit(prge.load, numpy_model.folder).result()

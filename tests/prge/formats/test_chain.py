@@ -193,7 +193,7 @@ def test_a_mutated_chain_is_read_or_refused_with_a_bundle_error(data: st.DataObj
     try:
         chain = Chain.from_json(block)
     except BundleError as error:
-        assert str(error).startswith("the manifest")
+        assert str(error).startswith("The manifest")
         return
     # A chain that can be read can be run: nothing below may fail.
     assert FORWARD in chain.roles and 1 <= chain.lowest_adapted < len(chain.blocks)

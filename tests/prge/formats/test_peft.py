@@ -440,7 +440,7 @@ def test_peft_loads_written_folders(tmp_path: Path) -> None:
         ({"r": 10**12}, "the adapter says rank 1000000000000"),
         ({"lora_alpha": 0}, "lora_alpha is 0"),
         ({"lora_alpha": "16"}, "lora_alpha is '16'"),
-        ({"lora_alpha": float("inf")}, "Infinity, which is no number"),
+        ({"lora_alpha": float("inf")}, "Infinity, which JSON does not allow"),
         ({"deep": functools.reduce(lambda inner, _: [inner], range(99), [])}, "more than 32 levels"),
         ({"target_modules": None}, "target_modules is None"),
         ({"target_modules": [3]}, "target_modules is [3]"),

@@ -331,7 +331,7 @@ class BrokenEngine(DyingEngine):
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_state_before(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", eval_steps=0)
-    with raises(DivergenceError, "loss-not-finite", containing="step 3"):
+    with raises(DivergenceError, "loss-not-finite", containing="Step 3"):
         run.go(BrokenEngine(run.engine, 3))
     restored = run.fresh_state()
     load_checkpoint(tmp_path / "run/checkpoints/step-000003", restored)
@@ -350,7 +350,7 @@ def test_a_tangent_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
 def test_a_step_that_overflows_is_not_taken(tmp_path: Path) -> None:
     """Adam's first update is the learning rate times the signs of the gradient."""
     run = Run(tmp_path / "run", eval_steps=0)
-    with raises(DivergenceError, "adapter-not-finite", containing="step 0"):
+    with raises(DivergenceError, "adapter-not-finite", containing="Step 0"):
         run.go(constant_rate=3.4e38)
     with Journal(run.folder / "journal.jsonl") as journal:
         assert journal.steps == 0
@@ -360,7 +360,7 @@ def test_a_step_that_overflows_is_not_taken(tmp_path: Path) -> None:
 def test_a_loss_of_development_rows_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     run.evaluate = lambda state: {"loss": np.nan, "value": 0.5}  # type: ignore[method-assign]
-    with raises(DivergenceError, "evaluation-not-finite", containing="step 0"):
+    with raises(DivergenceError, "evaluation-not-finite", containing="Step 0"):
         run.go()
     with Journal(tmp_path / "run/journal.jsonl") as journal:
         assert journal.records == []
