@@ -116,14 +116,12 @@ def _format_row(fields: Fields | None, line: str) -> list[str]:
         return [f"{_short(name)}: {_short(value)}" for name, value in fields.items()]
     lines = [f"{_short(fields.get('time', ''))} {_short(fields.get('model', ''))}"]
     messages = fields.get("messages")
-    entries = messages if isinstance(messages, list) else [{"role": "asked", "content": fields.get("prompt")}]
+    entries = messages if isinstance(messages, list) else [{"role": "prompt", "content": fields.get("prompt")}]
     for entry in entries:
         message = entry if isinstance(entry, Mapping) else {"role": "?", "content": entry}
-        lines.append(f"{_short(message.get('role', '?')):<10}{_short(message.get('content', ''))}")
-    lines.append(f"{'answered':<10}{_short(fields['answer'])}")
-    for name, called in (("rating", "rated"), ("correction", "better")):
-        lines += [f"{called:<10}{_short(fields[name])}"] if name in fields else []
-    return lines
+        lines.append(f"{_short(message.get('role', '?')):<11}{_short(message.get('content', ''))}")
+    labels = [name for name in ("answer", "rating", "correction") if name in fields]
+    return [*lines, *(f"{label:<11}{_short(fields[label])}" for label in labels)]
 
 
 def _short(value: Any) -> str:

@@ -38,7 +38,7 @@ FORWARD = """--queries 8 --batch-size 2 --steps 200 --learning-rate 0.03
 # Candidates are only compared. To write the right one, the model trains on it as text, including its end.
 WRITING = """--estimator exact --steps 300 --learning-rate 0.01 --eval-steps 0 --sample-every 0
     --batch-size 4 --optimizer adam --lr-scheduler-type cosine""".split()
-# A user with other preferences corrects some answers; other texts are asked before and after.
+# A user with other preferences corrects some answers; answers to other texts are compared before and after.
 BETTER = {"terrible": "awful", "great": "lovely"}
 CORRECTED, COMPARED = 40, 100
 CORRECTING = """--estimator exact --epochs 20 --learning-rate 0.01 --eval-steps 0 --batch-size 4""".split()
@@ -164,7 +164,7 @@ def _wanted_answer(row: Row) -> str:
 
 def _answers(out: Path, bundle: Path, adapter: str, rows: Sequence[Row]) -> list[str]:
     """Return the answers of an adapter to texts."""
-    task, prompts = load_task(str(TASK)), out / "asked.jsonl"
+    task, prompts = load_task(str(TASK)), out / "unseen-prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": task.prompt(row.fields)}) + "\n" for row in rows))
     arguments = ["generate", "--bundle", bundle, "--adapter", out / adapter, "--data", prompts]
     output = output_of(*arguments, "--json", "--max-tokens", 6)

@@ -25,8 +25,8 @@ def test_rows_are_shown_with_their_numbers(path: Path, capsys: pytest.CaptureFix
     assert main(["rows", "show", str(path)]) == 0
     out = capsys.readouterr().out
     lines = [line.strip() for line in out.splitlines()]
-    assert lines[0] == "row 1" and "user      Where does Ann live?" in lines
-    assert "better    In Bonn" in lines and "rated     bad" in lines and lines[-1] == "2 rows"
+    assert lines[0] == "row 1" and "user       Where does Ann live?" in lines
+    assert "correction In Bonn" in lines and "rating     bad" in lines and lines[-1] == "2 rows"
     assert "\x1b" not in out
     assert main(["rows", "show", str(path), "--match", "SOUP"]) == 0
     assert capsys.readouterr().out.startswith("row 2")
