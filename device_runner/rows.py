@@ -116,7 +116,8 @@ def _format_row(fields: Fields | None, line: str) -> list[str]:
         return [f"{_short(name)}: {_short(value)}" for name, value in fields.items()]
     lines = [f"{_short(fields.get('time', ''))} {_short(fields.get('model', ''))}"]
     messages = fields.get("messages")
-    entries = messages if isinstance(messages, list) else [{"role": "prompt", "content": fields.get("prompt")}]
+    prompt = {"role": "prompt", "content": fields.get("prompt")}
+    entries = messages if isinstance(messages, list) else [prompt]
     for entry in entries:
         message = entry if isinstance(entry, Mapping) else {"role": "?", "content": entry}
         lines.append(f"{_short(message.get('role', '?')):<11}{_short(message.get('content', ''))}")

@@ -309,7 +309,7 @@ class Chain:
     def __post_init__(self) -> None:
         if problems := [*self._problems()]:
             raise BundleError(
-                "the manifest describes no chain that can be run: " + "; ".join(problems[:_MAX_PROBLEMS]),
+                "The manifest describes no chain that can be run: " + "; ".join(problems[:_MAX_PROBLEMS]),
                 remedy=_REMEDY,
                 code="chain-not-runnable",
             )
