@@ -131,7 +131,7 @@ INSTANTS = {
     "backward": (Blocks, "run", lambda self, number, role, *_: role == "backward"),
     "backward_saved": (Blocks, "run", lambda self, number, role, *_: role in ("backward", "backward_saved")),
     "loading": (Blocks, "method", lambda *_: True),
-    "released": (WeightsFile, "give_back", lambda *_: True),
+    "released": (WeightsFile, "release_pages", lambda *_: True),
     "packing": (packed_files.PackedFiles, "open", lambda *_: True),
     "packed": (packed_files, "write_file", lambda *_: True),
     "dropping gradients": (journal, "write_file", lambda *_: True),
