@@ -586,7 +586,7 @@ def _start_time(stat: str) -> str | None:
 
 
 def _json(text: str) -> dict[str, Any]:
-    """Return the JSON object in a text; empty for any other text."""
+    """Parse a text as a JSON object; return an empty dict if the text is anything else."""
     try:
         content = parse_json(text)
     except ValueError:

@@ -256,7 +256,7 @@ class RemoteCall:
         return f"{title}={self._adapter(name, source)}"
 
     def _adapter(self, name: str, source: Path) -> str:
-        """Return the path on the phone of a run's adapter there, or of an adapter that is sent now."""
+        """Return an adapter's path on the phone: that of a run there, or of a local adapter to be sent."""
         if run := self._run_folder(str(source)):
             return run
         if not source.exists():

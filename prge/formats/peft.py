@@ -594,7 +594,7 @@ def _of_module(config: Mapping[str, Any], pattern: str, module: str, default: fl
 
 
 def _module_of(name: str) -> tuple[str, str]:
-    """Return module and letter of a tensor's name; an empty letter if it isn't a matrix of LoRA."""
+    """Split a tensor's name into its module and `A` or `B`; the letter is empty for other tensors."""
     plain = name.removeprefix(PREFIX).replace(".default.weight", ".weight")
     for letter in ("A", "B"):
         if plain.endswith(f".lora_{letter}.weight"):
@@ -616,7 +616,7 @@ def _rank_problems(config: Mapping[str, Any], modules: Sequence[AdaptedModule]) 
 def _pair_problems(
     config: Mapping[str, Any], lora_a: Mapping[str, FloatArray], lora_b: Mapping[str, FloatArray]
 ) -> list[str]:
-    """Return problems of modules that have one matrix only, or matrices of another rank than configured."""
+    """Return a problem for each module that lacks a matrix or whose rank differs from the configuration."""
     problems = [
         f"{module} has only one of lora_A and lora_B" for module in sorted(lora_a.keys() ^ lora_b.keys())
     ]

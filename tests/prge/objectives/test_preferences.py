@@ -158,7 +158,7 @@ def test_differences_are_derivatives(name: str) -> None:
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_only_the_loss_that_compares_a_steps_examples_is_not_separate(name: str) -> None:
-    """If losses are separable, some examples have the same losses and gradients as among all."""
+    """With a separable loss, examples have the same losses and gradients in any batch."""
     objective, examples = OBJECTIVES[name], pairs(6)
     # Scores above their references make KTO's mean positive.
     table = np.minimum(np.random.default_rng(2).normal(-1, 0.3, (1, 6, 2)), -0.1)
