@@ -70,10 +70,9 @@ def write_page(results: Mapping[str, Any], page: Path) -> None:
 
 def compose(results: Mapping[str, Any]) -> Iterator[Block]:
     """Yield the blocks of the written part, the answer first."""
-    comparisons, speed, found = results["comparisons"], results["speed"], claims(results)
-    yield Paragraph(" ".join(answer(comparisons.get(MAIN), found)))
-    yield Paragraph(PROTOCOL)
-    yield Code(COMMAND)
+    comparisons, speed, judged = results["comparisons"], results["speed"], claims(results)
+    yield Paragraph(" ".join(answer(comparisons.get(MAIN), judged)))
+    yield from (Paragraph(PROTOCOL), Code(COMMAND))
     compared = [each for each in comparisons.values() if not each["is_memory"]]
     for task, entry in TASKS.items():
         if of_task := [each for each in compared if each["task"] == task]:
@@ -84,7 +83,7 @@ def compose(results: Mapping[str, Any]) -> Iterator[Block]:
         drawing = arrange_charts([chart(each, axis, text) for each in main], 2)
         yield Picture(drawing, f"Over {text}, int4 weights; mean and range of seeds", f"results-{axis}")
     yield Heading("The paper's claims")
-    yield Table(("claim", "measured", "verdict"), tuple(found), labels=3)
+    yield Table(("claim", "measured", "verdict"), tuple(judged), labels=3)
     if speed:
         yield Heading("Perturbations in parallel")
         titles = ("rows x tokens", "weights", "inner loop", "outer loop", "both", "seconds")
@@ -100,7 +99,7 @@ def compose(results: Mapping[str, Any]) -> Iterator[Block]:
         yield Bullets(tuple(results["not_run"]))
 
 
-def answer(main: Comparison | None, found: Sequence[Claim]) -> Iterator[str]:
+def answer(main: Comparison | None, judged: Sequence[Claim]) -> Iterator[str]:
     """Yield the sentences of the first paragraph: accuracies on SST-2, and verdicts on the claims."""
     means = {name: mean for name in METHODS if main and (mean := mean_of(main, name, "test_accuracy"))}
     if main and means:
@@ -112,7 +111,7 @@ def answer(main: Comparison | None, found: Sequence[Claim]) -> Iterator[str]:
         for _, (p_rge, exact) in pairs([main], "p-rge", "exact", of="forward_passes_to_target"):
             yield f"P-RGE computes {p_rge / exact:.0f} times as many passes as exact gradients to the target."
     for verdict in VERDICTS:
-        if texts := [claim_text for claim_text, _, its_verdict in found if its_verdict == verdict]:
+        if texts := [claim_text for claim_text, _, its_verdict in judged if its_verdict == verdict]:
             yield f"Of the paper's claims, what {verdict}: {'; '.join(texts)}."
 
 
@@ -191,23 +190,23 @@ def chart(comparison: Comparison, axis: str, text: str) -> str:
 
 def claims(results: Mapping[str, Any]) -> list[Claim]:
     """Return the paper's claims with what was measured, and whether it is so in all, some or no cases."""
-    found, comparisons = list[Claim](), [*results["comparisons"].values()]
+    judged, comparisons = list[Claim](), [*results["comparisons"].values()]
     compared = [each for each in comparisons if not each["is_memory"]]
     for figure, text in SPEEDUPS.items():
         ratios = [float(each[figure]) for bases in results["speed"].values() for each in bases.values()]
-        found.append(claim(text, [(ratio, ratio >= LEAST_SPEEDUP) for ratio in ratios], "{:.2f}", "times"))
+        judged.append(claim(text, [(ratio, ratio >= LEAST_SPEEDUP) for ratio in ratios], "{:.2f}", "times"))
     for name, queries in (("p-rge", 4), ("p-rge-q16", 16)):
         text = f"{queries} queries are more accurate than MeZO at equal passes (by a standard error)"
         cases = [
-            (100 * (ours - mezo), ours - mezo > math.sqrt(mezo * (1 - mezo) / each["rows"]["test"]))
-            for each, (ours, mezo) in pairs(compared, name, "p-rge-q1", of="test_accuracy")
+            (100 * (new - mezo), new - mezo > math.sqrt(mezo * (1 - mezo) / each["rows"]["test"]))
+            for each, (new, mezo) in pairs(compared, name, "p-rge-q1", of="test_accuracy")
         ]
-        found.append(claim(text, cases, "{:+.1f}", "points"))
+        judged.append(claim(text, cases, "{:+.1f}", "points"))
     for name, what in (("backprop-lora", "LoRA"), ("backprop-full", "all weights")):
         text = f"steps with 4 queries need less memory than backpropagation of {what}"
         sizes = [means for _, means in pairs(comparisons, "p-rge", name, of="activation_mb")]
-        found.append(claim(text, [(ours / other, ours < other) for ours, other in sizes], "{:.2f}", "of it"))
-    return found
+        judged.append(claim(text, [(size / other, size < other) for size, other in sizes], "{:.2f}", "of it"))
+    return judged
 
 
 def claim(text: str, cases: Sequence[tuple[float, bool]], form: str, unit: str) -> Claim:

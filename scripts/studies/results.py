@@ -15,12 +15,12 @@ Then everything that exists is reported; `--parts` without a name only reports. 
 same command continues the study, and parts can be selected. All comparisons get their first seed before one
 gets its second. `--passes` and `--threads` are fixed once a comparison has begun.
 
-Two cores should need 2.4 ms a token and pass, 0.06 s on SST-2. With 16,000 passes (500 steps of P-RGE with 4
-queries, 333 of backpropagation), three learning rates and three seeds, a method needs 1.7 h on SST-2, 1 h on
-COPA, 1.8 h on manner, 2.7 h on WSC, 3.2 h on WiC, 6 h on RTE and on WikiText, and 7 h on MultiRC with a
-quarter of the passes: 29 h, a third of it for the choice of rates. Eight methods and two kinds of weights need about
-500 h, SST-2 with int4 weights 14 h. With `--trials 1` all other comparisons take the rates that SST-2 with
-int4 weights chose. The speed part needs about an hour, the memory part half, the answers minutes.
+Two cores need about 0.6 ms a token and pass (docs/performance.md). With 32,000 passes (1,000 steps of P-RGE
+with 4 queries, 666 of backpropagation), three learning rates and three seeds, a method should need 0.7 h on
+SST-2, 0.5 h on COPA, 0.9 h on manner, 1.3 h on WSC, 1.4 h on WiC, 2.6 h on RTE, 2.9 h on WikiText, and 3 h on
+MultiRC with a quarter of the passes: 13 h, a third of it for the choice of rates. All methods need 6 h on
+SST-2 with int4 weights, the whole study 210 h. With `--trials 1` all other comparisons take the rates that
+SST-2 with int4 weights chose. The speed part needs half an hour, the memory part and the answers less.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def main() -> None:
     parser = make_parser(__doc__, SEEDS, Path("results"))
     parser.add_argument("--data", type=Path, default=Path("data"), help="folder of the data sets")
     parser.add_argument("--model", help="folder, GGUF file or hub id; default: SmolLM2-135M-Instruct")
-    parser.add_argument("--passes", type=int, default=16_000, help="forward passes of a run")
+    parser.add_argument("--passes", type=int, default=32_000, help="forward passes of a run")
     parser.add_argument("--trials", type=int, default=TRIALS, help="learning rates to try; 1: those of SST-2")
     parser.add_argument("--threads", type=int, default=2)
     for flag, choices in {"tasks": [*TASKS], "bases": [*BASES], "methods": [*COMPARED]}.items():
@@ -143,9 +143,10 @@ def stored_result(out: Path, plan: Plan) -> dict[str, Any]:
 
 def is_complete(result: Mapping[str, Any], methods: Iterable[str], seeds: Iterable[int]) -> bool:
     """Return whether a stored result has runs of all methods and seeds; a method that failed needs none."""
-    found, wanted = result.get("methods", {}), {*seeds}
+    stored, wanted = result.get("methods", {}), {*seeds}
     return all(
-        name in found and (found[name]["failures"] or wanted <= {run["seed"] for run in found[name]["runs"]})
+        name in stored
+        and (stored[name]["failures"] or wanted <= {run["seed"] for run in stored[name]["runs"]})
         for name in methods
     )
 
