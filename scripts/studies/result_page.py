@@ -74,10 +74,11 @@ def compose(results: Mapping[str, Any]) -> Iterator[Block]:
     yield Paragraph(" ".join(answer(comparisons.get(MAIN), judged)))
     yield from (Paragraph(PROTOCOL), Code(COMMAND))
     compared = [each for each in comparisons.values() if not each["is_memory"]]
-    for task, entry in TASKS.items():
-        if of_task := [each for each in compared if each["task"] == task]:
-            yield Heading(entry.title)
-            yield from task_blocks(task, of_task)
+    for task, is_memory in ((task, is_memory) for task in TASKS for is_memory in (False, True)):
+        both = (task, is_memory)
+        if chosen := [each for each in comparisons.values() if (each["task"], each["is_memory"]) == both]:
+            yield Heading(TASKS[task].title + (": memory of a few steps" if is_memory else ""))
+            yield from task_blocks(task, chosen)
     main = [each for each in compared if (each["base"], each["layers"]) == ("int4", "query-value")]
     for axis, text in AXES.items():
         drawing = arrange_charts([chart(each, axis, text) for each in main], 2)
@@ -149,6 +150,7 @@ def task_blocks(task: str, comparisons: Sequence[Comparison]) -> Iterator[Block]
         ("activation_mb", 1, "memory, MB", NONE),
         *[(name, 100, title, NONE) for name, title in ANSWERS.items() if task == MANNER],
     ]
+    figures = figures[3:5] if comparisons[0]["is_memory"] else figures
     rows = []
     for each in comparisons:
         for name in (name for name in METHODS if each["methods"].get(name, {}).get("seeds")):
@@ -158,7 +160,7 @@ def task_blocks(task: str, comparisons: Sequence[Comparison]) -> Iterator[Block]
             rows.append((each["base"], each["layers"], METHODS[name], *chosen, *cells))
     titles = ("weights", "layers", "method", "seeds", "rate", *(title for _, _, title, _ in figures))
     yield Table(titles, tuple(rows), labels=3)
-    for each in comparisons:
+    for each in (each for each in comparisons if not each["is_memory"]):
         counts, trials = each["rows"], each["search_trials"]
         rates = f"best of {trials} rates" if trials > 1 else "rates of SST-2 with int4 weights"
         curve: Sequence[Any] = next((method["curve"] for method in each["methods"].values()), [])

@@ -88,11 +88,11 @@ def flat_rows(name: str, row: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     if name == "wsc":
         return [{**row, **row["target"]}]
     if name == "multirc":
-        paragraph = row["passage"]["text"]
-        pairs = [(each, answer) for each in row["passage"]["questions"] for answer in each["answers"]]
+        passage = row["passage"]
         return [
-            {"paragraph": paragraph, "question": question["question"], "answer": answer["text"], **answer}
-            for question, answer in pairs
+            {"paragraph": passage["text"], **question, **answer, "answer": answer["text"]}
+            for question in passage["questions"]
+            for answer in question["answers"]
         ]
     return [row]
 

@@ -54,8 +54,7 @@ MEMORY_TASKS = ("sst2", "rte")
 FIXED: dict[str, Any] = {"rank": 8, "batch_size": 16, "sequence_length": 768}
 # Settings of a comparison of memory: a few steps, and few rows to score.
 SHORT = {"budget": "steps", "budget_value": 4, "evaluation_growth": 1e3, "dev_limit": 16, "test_limit": 16}
-# The growth of forward passes from one evaluation to the next, and the learning rates to try.
-GROWTH, TRIALS = 1.7, 3
+GROWTH, TRIALS = 1.7, 3  # of passes from evaluation to evaluation; learning rates to try
 SHAPES = ((1, 64), (4, 64), (16, 64), (1, 256), (4, 256))
 SCRIPTS = Path(__file__).parents[1]
 
@@ -73,6 +72,15 @@ class Plan:
     def name(self) -> str:
         """The name of the comparison and of its folder."""
         return ("memory-" if self.is_memory else "") + f"{self.task}-{self.base}-{self.layers}"
+
+    def folder(self, out: Path) -> Path:
+        """Return the folder of the comparison in the folder of a study."""
+        return out.resolve() / "comparisons" / self.name
+
+    def result(self, out: Path) -> dict[str, Any]:
+        """Return the stored result, empty if there is none."""
+        path = self.folder(out) / "result.json"
+        return read_json(path) if path.is_file() else {}
 
     def methods(self, chosen: Iterable[str]) -> list[str]:
         """Return those of the chosen methods that the comparison has."""
@@ -127,18 +135,7 @@ def run_parts(arguments: argparse.Namespace, plans: Sequence[Plan]) -> Iterator[
                 yield plan.name
     for plan in plans:
         if "answers" in arguments.parts and plan.task == MANNER:
-            generate(folder_of(arguments.out, plan), stored_result(arguments.out, plan), arguments.threads)
-
-
-def folder_of(out: Path, plan: Plan) -> Path:
-    """Return the folder of a comparison."""
-    return out.resolve() / "comparisons" / plan.name
-
-
-def stored_result(out: Path, plan: Plan) -> dict[str, Any]:
-    """Return the stored result of a comparison, empty if it has none."""
-    path = folder_of(out, plan) / "result.json"
-    return read_json(path) if path.is_file() else {}
+            generate(plan.folder(arguments.out), plan.result(arguments.out), arguments.threads)
 
 
 def is_complete(result: Mapping[str, Any], methods: Iterable[str], seeds: Iterable[int]) -> bool:
@@ -153,7 +150,7 @@ def is_complete(result: Mapping[str, Any], methods: Iterable[str], seeds: Iterab
 
 def compare(arguments: argparse.Namespace, plan: Plan, seeds: Sequence[int]) -> bool:
     """Run what a comparison lacks, and return whether it is complete."""
-    methods, result = plan.methods(arguments.methods), stored_result(arguments.out, plan)
+    methods, result = plan.methods(arguments.methods), plan.result(arguments.out)
     if is_complete(result, methods, seeds):
         return True
     # Methods and seeds of earlier calls stay in the result.
@@ -161,9 +158,9 @@ def compare(arguments: argparse.Namespace, plan: Plan, seeds: Sequence[int]) -> 
     every_seed = [*dict.fromkeys([*result.get("settings", {}).get("seeds", []), *seeds])]
     settings = {**settings_of(arguments, plan), "methods": every_method, "seeds": every_seed}
     print(f"{plan.name}: {' '.join(methods)}, seeds {' '.join(map(str, seeds))}", file=sys.stderr, flush=True)
-    file = folder_of(arguments.out, plan).with_suffix(".yaml")
+    file = plan.folder(arguments.out).with_suffix(".yaml")
     exit_code_of(*write_verb_config("compare", settings, file), stdout=sys.stderr)
-    return is_complete(stored_result(arguments.out, plan), methods, seeds)
+    return is_complete(plan.result(arguments.out), methods, seeds)
 
 
 def settings_of(arguments: argparse.Namespace, plan: Plan) -> dict[str, Any]:
@@ -171,7 +168,7 @@ def settings_of(arguments: argparse.Namespace, plan: Plan) -> dict[str, Any]:
     rows = write_task(plan.task, arguments.data, arguments.out.resolve() / "rows" / plan.task)
     settings: dict[str, Any] = {
         **FIXED,
-        **{"out": folder_of(arguments.out, plan), "model": arguments.model or smollm2()},
+        **{"out": plan.folder(arguments.out), "model": arguments.model or smollm2()},
         **{"data": str(rows), "task": None if plan.task in (MANNER, TEXTS) else plan.task},
         **{"quantize": BASES[plan.base], "target_modules": LAYERS[plan.layers], "threads": arguments.threads},
     }
@@ -180,7 +177,7 @@ def settings_of(arguments: argparse.Namespace, plan: Plan) -> dict[str, Any]:
     settings |= {"budget_value": arguments.passes * TASKS[plan.task].passes, "evaluation_growth": GROWTH}
     if arguments.trials > 1 or plan == MAIN:
         return {**settings, "search_trials": arguments.trials if arguments.trials > 1 else TRIALS}
-    methods = stored_result(arguments.out, MAIN).get("methods", {})
+    methods = MAIN.result(arguments.out).get("methods", {})
     rates = {name: each["learning_rate"] for name, each in methods.items() if each["learning_rate"]}
     if without := [name for name in plan.methods(arguments.methods) if name not in rates]:
         raise SystemExit(f"--trials 1: {MAIN.name} has no rate of {', '.join(without)} yet; run it first")
@@ -217,8 +214,8 @@ def generate(folder: Path, result: Mapping[str, Any], threads: int) -> None:
 
 def collect(out: Path) -> dict[str, Any]:
     """Return all figures of a study's folder."""
-    stored = {plan: result for plan in make_plans() if (result := stored_result(out, plan))}
-    comparisons = {plan.name: summarize(plan, each, folder_of(out, plan)) for plan, each in stored.items()}
+    stored = {plan: result for plan in make_plans() if (result := plan.result(out))}
+    comparisons = {plan.name: summarize(plan, each, plan.folder(out)) for plan, each in stored.items()}
     files = {f"{batch}x{length}": out / "speed" / f"{batch}x{length}.json" for batch, length in SHAPES}
     schemes = {shape: read_json(path)["schemes"] for shape, path in files.items() if path.is_file()}
     speed = {shape: {base: each[BASES[base]] for base in BASES} for shape, each in schemes.items()}

@@ -39,7 +39,7 @@ def stored(tmp_path: Path, **methods: Any) -> dict[str, Any]:
 
 
 def write_result(out: Path, plan: Plan, result: Mapping[str, Any]) -> Path:
-    folder = results.folder_of(out, plan)
+    folder = plan.folder(out)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
     return folder
@@ -54,6 +54,7 @@ def study(tmp_path: Path) -> Path:
     folder = write_result(out, Plan(MANNER, "int4"), stored(tmp_path))
     scores = {"base": 0.0, "p-rge-1": 0.5, "p-rge-2": 0.7}
     answers = {name: {"manner": score, "right": 0.25} for name, score in scores.items()}
+    write_result(out, Plan("sst2", "int4", is_memory=True), stored(tmp_path))
     (folder / "answers.json").write_text(json.dumps(answers), encoding="utf-8")
     (out / "speed").mkdir()
     schemes = {"fp32": SPEED, "8da4w": {**SPEED, "outer_speedup": 0.9}}
@@ -222,6 +223,10 @@ def test_the_page_keeps_what_is_outside_the_marks(study: Path) -> None:
     assert text.endswith(f"{END}\n\n## Rest\n") and "outdated" not in text
     assert "2 or 3 seeds" in text and "| int4 | query-value | P-RGE, 4 queries | 3 | 0.01 |" in text
     assert "RTE, int4, query-value: all methods" in text and "| 1x64 | int4 | 1.2 | 0.9 | 1.4 | 1.5 |" in text
+    memory = text.partition("## SST-2: memory of a few steps")[2].partition("##")[0]
+    assert (
+        "| int4 | query-value | PyTorch, LoRA-FA | 3 | 0.01 | 0.02 | 30 |" in memory and "tests" not in memory
+    )
     for axis in ("forward_passes", "seconds", "memory"):
         assert f"(figures/results-{axis}.svg)" in text
         assert (study / "figures" / f"results-{axis}.svg").read_text(encoding="utf-8").startswith("<svg")
