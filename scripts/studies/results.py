@@ -131,7 +131,7 @@ def run_parts(arguments: argparse.Namespace, plans: Sequence[Plan]) -> Iterator[
     chosen = [plan for plan in plans if ("memory" if plan.is_memory else "compare") in arguments.parts]
     for count in range(1, len(arguments.seeds) + 1):
         for plan in chosen:
-            if not compare(arguments, plan, arguments.seeds[: 1 if plan.is_memory else count]):
+            if not compare(arguments, plan, SEEDS[:1] if plan.is_memory else arguments.seeds[:count]):
                 yield plan.name
     for plan in plans:
         if "answers" in arguments.parts and plan.task == MANNER:
