@@ -4,7 +4,9 @@
 
 Steps and their `limit`, the products of scripts/bench/products.py, run in turns in one process; figures are
 medians of ratios of seconds in the engine. Prints JSON: the keys of the first scheme at the top, every scheme
-under `schemes`. `parallel_speedup` compares one call with all copies with one call for each copy.
+under `schemes`. Speedups compare with one call for each copy, as in MeZO: `inner_speedup` of calls with two
+copies, one pair, `outer_speedup` of two calls, each with one copy of all pairs, and `parallel_speedup` of one
+call with all copies.
 """
 
 from __future__ import annotations
@@ -53,17 +55,19 @@ def bench(arguments: argparse.Namespace, scheme: str, model: Path, folder: Path)
     queries = arguments.queries
     steps: dict[str, Any] = {
         **{"forward": step("antithetic"), "jvp": step("tangent")},
-        "sequential": one_copy_a_call(step("antithetic")),
+        "sequential": with_copies_a_call(step("antithetic"), 1),
+        "inner": with_copies_a_call(step("antithetic"), 2),
+        "outer": with_copies_a_call(step("antithetic"), queries),
         **{"forward_limit": limit(2 * queries, False), "jvp_limit": limit(1 + queries, True)},
     }
     return summarize_rounds(measure_in_turns(steps, arguments.repeats))
 
 
-class OneCopyACall:
-    """Implements prge.engine.Engine by another one, with a call for each copy as in MeZO."""
+class FewCopiesACall:
+    """Implements prge.engine.Engine by another one, with at most `copies` copies of the adapter in a call."""
 
-    def __init__(self, inner: Engine) -> None:
-        self._inner = inner
+    def __init__(self, inner: Engine, copies: int) -> None:
+        self._inner, self._copies = inner, copies
         self.model, self.jvp, self.vjp = inner.model, inner.jvp, inner.vjp
 
     @property
@@ -73,13 +77,14 @@ class OneCopyACall:
 
     def forward(self, call: Call) -> FloatArray:
         """See Engine."""
-        calls = [replace(call, adapters=call.adapters[copy : copy + 1]) for copy in range(len(call.adapters))]
+        starts = range(0, len(call.adapters), self._copies)
+        calls = [replace(call, adapters=call.adapters[start : start + self._copies]) for start in starts]
         return np.concatenate([self._inner.forward(each) for each in calls])
 
 
-def one_copy_a_call(step: TimedStep) -> TimedStep:
-    """Return a copy of a step that has one call for each copy of the adapter."""
-    return replace(step, opened=replace(step.opened, engine=OneCopyACall(step.opened.engine)))
+def with_copies_a_call(step: TimedStep, copies: int) -> TimedStep:
+    """Return the same step with at most `copies` copies of the adapter in a call."""
+    return replace(step, opened=replace(step.opened, engine=FewCopiesACall(step.opened.engine, copies)))
 
 
 def summarize_rounds(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -95,6 +100,8 @@ def summarize_rounds(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "forward_over_limit": median("forward engine", over="forward_limit"),
         "jvp_over_limit": median("jvp engine", over="jvp_limit"),
         "parallel_speedup": median("sequential", over="forward"),
+        "inner_speedup": median("sequential", over="inner"),
+        "outer_speedup": median("sequential", over="outer"),
         "host_share": 1 - median("forward engine", over="forward"),
         "jvp_host_share": 1 - median("jvp engine", over="jvp"),
         "engine_seconds": median("forward engine"),

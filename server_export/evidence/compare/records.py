@@ -26,11 +26,11 @@ def is_finished(run: Path) -> bool:
 
 
 def curve(records: Sequence[Mapping[str, Any]]) -> list[Record]:
-    """Return the evaluations of a metrics.jsonl with `step`, `forward_passes`, `seconds` and `loss`.
+    """Return the evaluations of a metrics.jsonl: `step`, `forward_passes`, `seconds`, `loss` and `accuracy`.
 
-    A loss that isn't finite is None. Seconds count only the training: evaluations serve the comparison, so
-    their time is excluded. After an evaluation, a program may have to be loaded again, so the next step
-    counts at most as much as the median step.
+    A loss that isn't finite is None, and so is an accuracy that rows don't have. Seconds count only the
+    training: evaluations serve the comparison, so their time is excluded. After an evaluation, a program may
+    have to be loaded again, so the next step counts at most as much as the median step.
     """
     seconds_by_step = step_seconds(records)
     median_seconds = statistics.median(seconds_by_step.values()) if seconds_by_step else 0.0
@@ -43,7 +43,7 @@ def curve(records: Sequence[Mapping[str, Any]]) -> list[Record]:
             after_evaluation = False
         elif record["event"] == "evaluation":
             after_evaluation = True
-            figures = {name: record.get(name) for name in ("step", "forward_passes", "loss")}
+            figures = {name: record.get(name) for name in ("step", "forward_passes", "loss", "accuracy")}
             points[record["step"]] = {**figures, "seconds": total}
     return list(points.values())
 

@@ -40,6 +40,8 @@ def test_a_step_is_compared_with_its_limit() -> None:
     figures_by_name = {
         "forward": step(2.5, 2.0, 1.0),
         "sequential": step(5.0, 4.0, 1.5),
+        "inner": step(4.0, 3.0, 1.0),
+        "outer": step(2.5, 2.0, 1.0),
         "jvp": step(2.0, 1.5, 9.0),
         "forward_limit": 1.0,
         "jvp_limit": 0.5,
@@ -47,4 +49,5 @@ def test_a_step_is_compared_with_its_limit() -> None:
     figures = summarize_rounds([figures_by_name] * 3)
     assert (figures["forward_over_limit"], figures["jvp_over_limit"]) == (2.0, 3.0)
     assert (figures["parallel_speedup"], figures["largest_scalar_difference"]) == (2.0, 0.5)
+    assert (figures["inner_speedup"], figures["outer_speedup"]) == (1.25, 2.0)
     assert (figures["host_share"], figures["repeats"]) == (pytest.approx(0.2), 3)

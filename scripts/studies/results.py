@@ -1,0 +1,261 @@
+"""Compare training methods on a pretrained language model by MeZO's protocol, and write docs/results.md.
+
+    python scripts/studies/results.py --data DATA --out results --json results.json --page docs/results.md
+
+DATA has a folder for each data set: sst2 with train.tsv and dev.tsv; rte, wic, wsc, copa and multirc with
+SuperGLUE's train.jsonl and val.jsonl; wikitext with wikitext_1000.json, a list of texts. The study's parts:
+
+    speed    scripts/bench/step.py: perturbations in parallel and one after the other, by batch and length
+    memory   `prge compare` for a few steps, with methods that train all weights
+    compare  `prge compare` for each task, frozen weights and adapted layers: all methods get the same rows,
+             forward passes (a backward pass counts as two) and number of learning rates to try
+    answers  `prge generate` with the adapters of the task `manner`, whose answers are scored by rule
+
+Then everything that exists is reported; `--parts` without a name only reports. What is finished is kept: the
+same command continues the study, and parts can be selected. All comparisons get their first seed before one
+gets its second. `--passes` and `--threads` are fixed once a comparison has begun.
+
+Two cores need about 0.6 ms a token and pass (docs/performance.md). With 32,000 passes (1,000 steps of P-RGE
+with 4 queries, 666 of backpropagation), three learning rates and three seeds, a method should need 0.7 h on
+SST-2, 0.5 h on COPA, 0.9 h on manner, 1.3 h on WSC, 1.4 h on WiC, 2.6 h on RTE, 2.9 h on WikiText, and 3 h on
+MultiRC with a quarter of the passes: 13 h, a third of it for the choice of rates. All methods need 6 h on
+SST-2 with int4 weights, the whole study 210 h. With `--trials 1` all other comparisons take the rates that
+SST-2 with int4 weights chose. The speed part needs half an hour, the memory part and the answers less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from result_page import METHODS, write_page
+from result_rows import MANNER, TASKS, TEXTS, write_task
+from style import BEFORE, make_rows, shares
+from verbs import answers, make_parser, smollm2, spread
+
+from prge.cli.subprocesses import exit_code_of, read_json, write_verb_config
+from prge.system.atomic import write_file
+from server_export.evidence.compare.outcome import judge, to_json
+
+SEEDS = (42, 1337, 2025)
+BASES = {"int4": "8da4w", "fp32": "fp32"}
+LAYERS = {"query-value": ["q_proj", "v_proj"], "all-linear": ["all-linear"]}
+COMPARED = tuple(name for name in METHODS if name not in ("backprop-full", "mezo"))
+# All linear layers are adapted for these alone, with int4 weights.
+LAYER_TASKS, LAYER_METHODS = ("sst2", MANNER), ("p-rge", "exact", "backprop-lora-fa", "backprop-lora")
+MEMORY_TASKS = ("sst2", "rte")
+FIXED: dict[str, Any] = {"rank": 8, "batch_size": 16, "sequence_length": 768}
+# Settings of a comparison of memory: a few steps, and few rows to score.
+SHORT = {"budget": "steps", "budget_value": 4, "evaluation_growth": 1e3, "dev_limit": 16, "test_limit": 16}
+GROWTH, TRIALS = 1.7, 3  # of passes from evaluation to evaluation; learning rates to try
+SHAPES = ((1, 64), (4, 64), (16, 64), (1, 256), (4, 256))
+SCRIPTS = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A comparison of methods: its task, frozen weights and adapted layers, and whether only of memory."""
+
+    task: str
+    base: str
+    layers: str = "query-value"
+    is_memory: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name of the comparison and of its folder."""
+        return ("memory-" if self.is_memory else "") + f"{self.task}-{self.base}-{self.layers}"
+
+    def folder(self, out: Path) -> Path:
+        """Return the folder of the comparison in the folder of a study."""
+        return out.resolve() / "comparisons" / self.name
+
+    def result(self, out: Path) -> dict[str, Any]:
+        """Return the stored result, empty if there is none."""
+        path = self.folder(out) / "result.json"
+        return read_json(path) if path.is_file() else {}
+
+    def methods(self, chosen: Iterable[str]) -> list[str]:
+        """Return those of the chosen methods that the comparison has."""
+        if self.is_memory:
+            return [*METHODS]
+        return [name for name in chosen if self.layers != "all-linear" or name in LAYER_METHODS]
+
+
+MAIN = Plan("sst2", "int4")
+
+
+def make_plans(tasks: Iterable[str] = TASKS, bases: Iterable[str] = BASES) -> list[Plan]:
+    """Return the comparisons of tasks and bases in the order in which they run."""
+    plans = [Plan(task, base) for base in bases for task in tasks]
+    plans += [Plan(task, "int4", "all-linear") for task in LAYER_TASKS if Plan(task, "int4") in plans]
+    return [*(replace(plan, is_memory=True) for plan in plans if plan.task in MEMORY_TASKS), *plans]
+
+
+def main() -> None:
+    """Parse the flags, run the selected parts and report what exists."""
+    parser = make_parser(__doc__, SEEDS, Path("results"))
+    parser.add_argument("--data", type=Path, default=Path("data"), help="folder of the data sets")
+    parser.add_argument("--model", help="folder, GGUF file or hub id; default: SmolLM2-135M-Instruct")
+    parser.add_argument("--passes", type=int, default=32_000, help="forward passes of a run")
+    parser.add_argument("--trials", type=int, default=TRIALS, help="learning rates to try; 1: those of SST-2")
+    parser.add_argument("--threads", type=int, default=2)
+    for flag, choices in {"tasks": [*TASKS], "bases": [*BASES], "methods": [*COMPARED]}.items():
+        parser.add_argument(f"--{flag}", nargs="+", choices=choices, default=choices)
+    parts = ["speed", "memory", "compare", "answers"]
+    parser.add_argument("--parts", nargs="*", choices=parts, default=parts, help="none: only report")
+    parser.add_argument("--json", type=Path, help="file to write all figures to")
+    parser.add_argument("--page", type=Path, help="page to write the results into, between two marks")
+    arguments = parser.parse_args()
+    unfinished = {*run_parts(arguments, make_plans(arguments.tasks, arguments.bases))}
+    results = collect(arguments.out)
+    if arguments.json:
+        write_file(arguments.json, (json.dumps(results, indent=1) + "\n").encode())
+    if arguments.page:
+        write_page(results, arguments.page)
+    if unfinished:
+        raise SystemExit(f"not finished: {', '.join(sorted(unfinished))}; see the messages above")
+
+
+def run_parts(arguments: argparse.Namespace, plans: Sequence[Plan]) -> Iterator[str]:
+    """Run the selected parts and yield the names of comparisons that could not be finished."""
+    if "speed" in arguments.parts:
+        measure_speed(arguments.out / "speed", arguments.threads)
+    chosen = [plan for plan in plans if ("memory" if plan.is_memory else "compare") in arguments.parts]
+    for count in range(1, len(arguments.seeds) + 1):
+        for plan in chosen:
+            if not compare(arguments, plan, SEEDS[:1] if plan.is_memory else arguments.seeds[:count]):
+                yield plan.name
+    for plan in plans:
+        if "answers" in arguments.parts and plan.task == MANNER:
+            generate(plan.folder(arguments.out), plan.result(arguments.out), arguments.threads)
+
+
+def is_complete(result: Mapping[str, Any], methods: Iterable[str], seeds: Iterable[int]) -> bool:
+    """Return whether a stored result has runs of all methods and seeds; a method that failed needs none."""
+    stored, wanted = result.get("methods", {}), {*seeds}
+    return all(
+        name in stored
+        and (stored[name]["failures"] or wanted <= {run["seed"] for run in stored[name]["runs"]})
+        for name in methods
+    )
+
+
+def compare(arguments: argparse.Namespace, plan: Plan, seeds: Sequence[int]) -> bool:
+    """Run what a comparison lacks, and return whether it is complete."""
+    methods, result = plan.methods(arguments.methods), plan.result(arguments.out)
+    if is_complete(result, methods, seeds):
+        return True
+    # Methods and seeds of earlier calls stay in the result.
+    every_method = [*dict.fromkeys([*result.get("methods", {}), *methods])]
+    every_seed = [*dict.fromkeys([*result.get("settings", {}).get("seeds", []), *seeds])]
+    settings = {**settings_of(arguments, plan), "methods": every_method, "seeds": every_seed}
+    print(f"{plan.name}: {' '.join(methods)}, seeds {' '.join(map(str, seeds))}", file=sys.stderr, flush=True)
+    file = plan.folder(arguments.out).with_suffix(".yaml")
+    exit_code_of(*write_verb_config("compare", settings, file), stdout=sys.stderr)
+    return is_complete(plan.result(arguments.out), methods, seeds)
+
+
+def settings_of(arguments: argparse.Namespace, plan: Plan) -> dict[str, Any]:
+    """Return the settings of `prge compare` for a comparison, without methods and seeds."""
+    rows = write_task(plan.task, arguments.data, arguments.out.resolve() / "rows" / plan.task)
+    settings: dict[str, Any] = {
+        **FIXED,
+        **{"out": plan.folder(arguments.out), "model": arguments.model or smollm2()},
+        **{"data": str(rows), "task": None if plan.task in (MANNER, TEXTS) else plan.task},
+        **{"quantize": BASES[plan.base], "target_modules": LAYERS[plan.layers], "threads": arguments.threads},
+    }
+    if plan.is_memory:
+        return {**settings, **SHORT, "search_trials": 1}
+    settings |= {"budget_value": arguments.passes * TASKS[plan.task].passes, "evaluation_growth": GROWTH}
+    if arguments.trials > 1 or plan == MAIN:
+        return {**settings, "search_trials": arguments.trials if arguments.trials > 1 else TRIALS}
+    methods = MAIN.result(arguments.out).get("methods", {})
+    rates = {name: each["learning_rate"] for name, each in methods.items() if each["learning_rate"]}
+    if without := [name for name in plan.methods(arguments.methods) if name not in rates]:
+        raise SystemExit(f"--trials 1: {MAIN.name} has no rate of {', '.join(without)} yet; run it first")
+    return {**settings, "search_trials": 1, "learning_rates": rates}
+
+
+def measure_speed(folder: Path, threads: int) -> None:
+    """Measure steps with perturbations in parallel and one after the other, for shapes not measured yet."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for batch, length in SHAPES:
+        path, partial = folder / f"{batch}x{length}.json", folder / "partial"
+        if not path.is_file():
+            flags = f"--batch-size {batch} --seq-len {length} --threads {threads} --repeats 5 --json".split()
+            subprocess.run(
+                [sys.executable, SCRIPTS / "bench" / "step.py", *flags, partial],
+                check=True,
+                stdout=sys.stderr,
+            )
+            partial.rename(path)
+
+
+def generate(folder: Path, result: Mapping[str, Any], threads: int) -> None:
+    """Score the answers to test prompts by the model of a comparison with the adapters of its engine runs."""
+    methods = {name: each for name, each in result.get("methods", {}).items() if each["family"] == "engine"}
+    names = [f"{name}-{run['seed']}" for name, each in methods.items() for run in each["runs"]]
+    path, rows = folder / "answers.json", make_rows()["test"]
+    if names and not (path.is_file() and read_json(path).keys() == {BEFORE, *names}):
+        adapters = [BEFORE, *(f"{name}={folder / 'runs' / name / 'run'}" for name in names)]
+        data = folder / "data" / "test.jsonl"
+        texts = answers(bundle=folder / "bundle", adapter=adapters, data=data, threads=threads)
+        scores = {name: shares([each["text"] for each in texts[name]], rows) for name in (BEFORE, *names)}
+        write_file(path, json.dumps(scores).encode())
+
+
+def collect(out: Path) -> dict[str, Any]:
+    """Return all figures of a study's folder."""
+    stored = {plan: result for plan in make_plans() if (result := plan.result(out))}
+    comparisons = {plan.name: summarize(plan, each, plan.folder(out)) for plan, each in stored.items()}
+    files = {f"{batch}x{length}": out / "speed" / f"{batch}x{length}.json" for batch, length in SHAPES}
+    schemes = {shape: read_json(path)["schemes"] for shape, path in files.items() if path.is_file()}
+    speed = {shape: {base: each[BASES[base]] for base in BASES} for shape, each in schemes.items()}
+    return {"comparisons": comparisons, "speed": speed, "not_run": [*not_run(comparisons)]}
+
+
+def not_run(comparisons: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a text for each comparison of the whole study that lacks methods or seeds."""
+    for plan in (plan for plan in make_plans() if not plan.is_memory):
+        present, wanted = comparisons.get(plan.name, {}).get("methods", {}), len(SEEDS)
+        counts = {name: len(present.get(name, {"seeds": ()})["seeds"]) for name in plan.methods(COMPARED)}
+        lacks = [f"{METHODS[name]} ({n} of {wanted} seeds)" for name, n in counts.items() if n < wanted]
+        if lacks:
+            which = ", ".join(lacks) if any(counts.values()) else "all methods"
+            yield f"{TASKS[plan.task].title}, {plan.base}, {plan.layers}: {which}"
+
+
+def summarize(plan: Plan, result: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the figures of a comparison by method: means and ranges, and curves as far as all runs go."""
+    figures = to_json(result, judge(result))
+    for name, method in figures["methods"].items():
+        runs = result["methods"][name]["runs"]
+        method["seeds"] = [run["seed"] for run in runs]
+        method["curve"] = [
+            {axis: statistics.mean(point[axis] for point in points) for axis in ("forward_passes", "seconds")}
+            | {name: spread(point.get(name) for point in points) for name in ("loss", "accuracy")}
+            for points in zip(*(run["curve"] for run in runs), strict=False)
+        ]
+        method["step_seconds"] = spread(run["curve"][-1]["seconds"] / run["steps"] for run in runs)
+        method["perplexity"] = spread(run["test"].get("perplexity") for run in runs)
+    settings = {name: result["settings"][name] for name in ("budget_value", "search_trials", "threads")}
+    comparison = {**vars(plan), **figures, **settings, "rows": result["row_counts"], "answers": {}}
+    scores: dict[str, list[dict[str, float]]] = {}
+    if (folder / "answers.json").is_file():
+        for adapter, each in read_json(folder / "answers.json").items():
+            scores.setdefault(adapter.rpartition("-")[0] or adapter, []).append(each)
+    for name, seeds in scores.items():
+        comparison["answers"][name] = {key: spread(each[key] for each in seeds) for key in seeds[0]}
+    return comparison
+
+
+if __name__ == "__main__":
+    main()
