@@ -123,14 +123,14 @@ class OptimizerParams(Structure):
     )
 
 
-_LOG = ctypes.CFUNCTYPE(None, c_int32, c_char_p, c_void_p)
-
-
-@_LOG
 def print_errors(level: int, text: bytes, _: object) -> None:
     """Print the library's errors, and nothing else that it logs."""
     if level == _ERROR:
         print(text.decode(errors="replace").strip(), file=sys.stderr, flush=True)
+
+
+_LOG = ctypes.CFUNCTYPE(None, c_int32, c_char_p, c_void_p)
+_PRINT_ERRORS = _LOG(print_errors)
 
 
 def open_library(path: Path) -> Any:
@@ -168,7 +168,7 @@ def open_library(path: Path) -> Any:
     for name, (result, arguments) in types.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
-    library.llama_log_set(print_errors, None)
+    library.llama_log_set(_PRINT_ERRORS, None)
     defaults = library.llama_context_default_params()
     fields = ("n_ctx", "n_batch", "n_ubatch", "offload_kqv", "training", "n_samplers")
     if [getattr(defaults, name) for name in fields] != [512, 2048, 512, True, False, 0]:

@@ -75,6 +75,7 @@ def peft_steps(
     rank: int,
     layers: Sequence[str] | str,
     checkpointing: bool = False,
+    *,
     batches: Sequence[Sequence[Sequence[int]]] | None = None,
     alpha: int = 8,
 ) -> Measurements:
