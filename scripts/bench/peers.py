@@ -133,7 +133,8 @@ def open_model(name: str, layers: int | None = None) -> Iterator[Path]:
         with random_model(name, layers) as folder:
             yield folder
         return
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from server_export.checkpoint.loading import load_model
+    from server_export.checkpoint.tokenization import load_tokenizer
 
     if layers is not None:
         raise SystemExit("error: --layers is for random weights")
@@ -144,8 +145,9 @@ def open_model(name: str, layers: int | None = None) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         os.symlink(path, folder / _GGUF)
-        for kind in (AutoModelForCausalLM, AutoTokenizer):
-            kind.from_pretrained(path.parent, gguf_file=path.name).save_pretrained(folder / _MODEL)
+        model: Any = load_model(str(path)).model
+        for part in (model, load_tokenizer(str(path))):
+            part.save_pretrained(folder / _MODEL)
         yield folder
 
 

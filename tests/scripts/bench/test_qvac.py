@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import qvac
 import qvac_steps
+from peers import TEXTS, cut_batches, read_text
 from processes import LackingError, start_process
 from serve import LEARNING_RATE
 
@@ -142,11 +143,13 @@ def test_rows_are_joined_with_the_token_after_each() -> None:
 def test_losses_are_those_of_peft(smollm2: Path, tmp_path: Path) -> None:
     import torch
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     if not (cache_path("qvac") / qvac.VERSION / qvac.LIBRARY).is_file():
         pytest.skip("there is no library of QVAC: scripts/bench/peers.py --peer qvac downloads it")
-    row = [40 * number for number in range(qvac_steps.ROW_TOKENS + 1)]
+    where = {"pretrained_model_name_or_path": smollm2.parent, "gguf_file": smollm2.name}
+    text = AutoTokenizer.from_pretrained(**where)(read_text(TEXTS)).input_ids
+    ((row,),) = cut_batches(text, 1, 1, qvac_steps.ROW_TOKENS)
     trial = {"batch": 1, "tokens": qvac_steps.ROW_TOKENS, "rank": 8, "layers": ["q_proj", "v_proj"]}
     (tmp_path / "trial.json").write_text(json.dumps({**trial, "threads": 1, "alpha": 16}))
     (tmp_path / "rows.json").write_text(json.dumps([[row]]))
@@ -154,7 +157,7 @@ def test_losses_are_those_of_peft(smollm2: Path, tmp_path: Path) -> None:
     command = [sys.executable, STEPS, qvac.library_path(), tmp_path / "f32.gguf", tmp_path]
     with start_process(command, {}) as steps:
         losses = [steps.take_step()[1] for _ in range(3)]
-    base = AutoModelForCausalLM.from_pretrained(smollm2.parent, gguf_file=smollm2.name, dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
     torch.manual_seed(0)
     config = LoraConfig(r=8, lora_alpha=16, target_modules=trial["layers"])
     tuned = get_peft_model(base, config)
