@@ -3,41 +3,49 @@
     python scripts/bench/peer_steps.py METHOD FOLDER
 
 For every line of the standard input the process prints seconds and loss of a step with the sizes of FOLDER's
-trial.json; the first line only waits for the start. `prge-int4` and `prge-fp32` use FOLDER's bundles `int4`
-and `fp32`, `peft-fp32` and `peft-bf16` its `model`, `executorch` the program that `executorch-export` makes.
-`mlx-4bit`, `mlx-bf16` and `mlx-fp32` need a Python with mlx-lm, which doesn't have prge.
+trial.json on the next rows of its rows.json; the first line only waits for the start. `prge-int4` and
+`prge-fp32` use FOLDER's bundles `int4` and `fp32`, `peft-fp32` and `peft-bf16` its `model`, `executorch` the
+program that `executorch-export` makes. `mlx-4bit`, `mlx-bf16` and `mlx-fp32` need a Python with mlx-lm, which
+doesn't have prge.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from serve import Measurements, peft_steps, serve
+from serve import LEARNING_RATE, Measurements, peft_steps, serve
 
 JOINT = "joint.pte"
 
 
 def prge_steps(method: str, folder: Path, trial: dict[str, Any]) -> Measurements:
     """Run exact steps of a bundle with Adam and the default memory of a run."""
-    from timing import timed_step
+    from timing import full_examples, timed_step
 
+    from prge.formats.bundle import open_bundle
+    from prge.formats.peft import read_peft
+    from prge.training.estimators.protocol import Step
     from prge.training.optimizers import Adam
 
     bundle = folder / method.removeprefix("prge-")
     yield ()
-    step = timed_step(bundle, "exact", trial["batch"], trial["tokens"], trial["threads"])
-    adapter = step.step.adapter
+    opened = timed_step(bundle, "exact", trial["batch"], trial["tokens"], trial["threads"])
+    manifest = open_bundle(bundle)
+    adapter = read_peft(manifest.adapter, manifest.chain.modules)
     optimizer = Adam(adapter.size)
-    while True:
+    steps = [replace(opened, step=Step(adapter, full_examples(batch), 0, 0)) for batch in rows_of(folder)]
+    for step in itertools.cycle(steps):
         begin = time.perf_counter()
         _, measurement = step()
         assert measurement.gradient is not None
-        optimizer.update(adapter.values, measurement.gradient, 1e-4)
+        optimizer.update(adapter.values, measurement.gradient, LEARNING_RATE)
         yield time.perf_counter() - begin, measurement.loss
 
 
@@ -50,22 +58,21 @@ def mlx_steps(weight_type: str, folder: Path, trial: dict[str, Any]) -> Measurem
     mx.set_default_device(mx.cpu)
     yield ()
     model = _mlx_model(weight_type, folder / "model", trial)
-    optimizer = optimizers.AdamW(learning_rate=1e-4)
+    optimizer = optimizers.AdamW(learning_rate=LEARNING_RATE, weight_decay=0.0)
     mx.random.seed(0)
-    batch = mx.random.randint(0, trial["vocabulary"], (trial["batch"], trial["tokens"]))
     lengths = mx.array([[0, trial["tokens"]]] * trial["batch"])
     loss_and_grad = nn.value_and_grad(model, default_loss)
     state = [model.state, optimizer.state]
 
-    def step() -> Any:
+    def step(batch: Any) -> Any:
         (loss, _), gradient = loss_and_grad(model, batch, lengths)
         optimizer.update(model, gradient)
         return loss
 
     compiled = mx.compile(step, inputs=state, outputs=state)
-    while True:
+    for batch in itertools.cycle([mx.array(batch) for batch in rows_of(folder)]):
         begin = time.perf_counter()
-        loss = compiled()
+        loss = compiled(batch)
         mx.eval(state, loss)
         yield time.perf_counter() - begin, loss.item()
 
@@ -83,7 +90,7 @@ def _mlx_model(weight_type: str, folder: Path, trial: dict[str, Any]) -> Any:
         model, _ = quantize_model(model, config, 64, 4)
     mx.eval(model.parameters())
     model.freeze()
-    lora = {"rank": trial["rank"], "scale": 2.0, "dropout": 0.0}
+    lora = {"rank": trial["rank"], "scale": trial["alpha"] / trial["rank"], "dropout": 0.0}
     if trial["layers"] != "all-linear":
         lora["keys"] = {f"self_attn.{name}" for name in trial["layers"]}
     linear_to_lora_layers(model, len(model.layers), lora)
@@ -101,13 +108,13 @@ def executorch_steps(folder: Path, trial: dict[str, Any]) -> Measurements:
     set_threads(trial["threads"])
     yield ()
     module = _load_for_executorch_for_training(str(folder / JOINT))
-    torch.manual_seed(0)
-    inputs = torch.randint(0, trial["vocabulary"], (trial["batch"], trial["tokens"]))
+    batches = [torch.tensor(batch) for batch in rows_of(folder)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        (loss,) = module.forward_backward("forward", (inputs,))
-        optimizer = get_sgd_optimizer(module.named_parameters(), 1e-4)
-        while True:
+        # The parameters are known after a step.
+        module.forward_backward("forward", (batches[0],))
+        optimizer = get_sgd_optimizer(module.named_parameters(), LEARNING_RATE)
+        for inputs in itertools.cycle(batches):
             begin = time.perf_counter()
             (loss,) = module.forward_backward("forward", (inputs,))
             optimizer.step(module.named_gradients())
@@ -130,7 +137,9 @@ def export_joint(folder: Path, trial: dict[str, Any]) -> None:
     base = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     fix_length(base)
     layers = trial["layers"]
-    tuned = get_peft_model(base, LoraConfig(r=trial["rank"], target_modules=layers))
+    tuned = get_peft_model(
+        base, LoraConfig(r=trial["rank"], lora_alpha=trial["alpha"], target_modules=layers)
+    )
     positions = torch.arange(trial["tokens"]).unsqueeze(0)
 
     class Loss(torch.nn.Module):
@@ -156,6 +165,12 @@ def export_joint(folder: Path, trial: dict[str, Any]) -> None:
     (folder / JOINT).write_bytes(lowered.buffer)
 
 
+def rows_of(folder: Path) -> list[list[list[int]]]:
+    """Return the rows of each step, without the token after a row, which only qvac_steps.py trains on."""
+    batches = json.loads((folder / "rows.json").read_text(encoding="utf-8"))
+    return [[row[:-1] for row in batch] for batch in batches]
+
+
 def main() -> None:
     """Serve a method, or export."""
     method, folder = sys.argv[1], Path(sys.argv[2])
@@ -171,7 +186,8 @@ def main() -> None:
     else:
         dtype = {"peft-fp32": "float32", "peft-bf16": "bfloat16"}[method]
         sizes = [trial[name] for name in ("batch", "tokens", "threads", "rank", "layers")]
-        serve(lambda: peft_steps(folder, dtype, *sizes))
+        batches, alpha = rows_of(folder), trial["alpha"]
+        serve(lambda: peft_steps(folder, dtype, *sizes, batches=batches, alpha=alpha))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Measured processes that take a step for each line of input, and cold files."""
+"""Measured processes that take a step for each line of input, other commands, and cold files."""
 
 from __future__ import annotations
 
@@ -22,6 +22,26 @@ def drop_from_cache(folder: Path) -> None:
             with path.open("rb") as stream:
                 os.fsync(stream.fileno())
                 os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+class LackingError(Exception):
+    """Something that a measurement needs is unavailable on this machine; the message says why."""
+
+
+def run_command(command: Sequence[object], limit: float | None = None) -> None:
+    """Run a command without output.
+
+    Raises:
+        LackingError: it fails, or takes more than `limit` seconds; with the beginning of its messages.
+    """
+    words = [*map(str, command)]
+    out, errors = subprocess.DEVNULL, subprocess.PIPE
+    try:
+        result = subprocess.run(words, stdout=out, stderr=errors, text=True, check=False, timeout=limit)
+    except subprocess.TimeoutExpired:
+        raise LackingError(f"it takes more than {limit:.0f} seconds") from None
+    if result.returncode:
+        raise LackingError(result.stderr.strip() or "it says nothing")
 
 
 @dataclass

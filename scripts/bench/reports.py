@@ -7,6 +7,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -62,11 +63,15 @@ def report(figures: dict[str, Any], arguments: argparse.Namespace) -> None:
 Bench = Callable[[argparse.Namespace, str, Path], dict[str, Any]]
 
 
-def report_models(arguments: argparse.Namespace, bench: Bench) -> None:
+def report_models(
+    arguments: argparse.Namespace,
+    bench: Bench,
+    open_model: Callable[[str, int | None], AbstractContextManager[Path]] = random_model,
+) -> None:
     """Measure each of `--models` in a folder of its own, and report the figures by name."""
     figures = {}
     for model in arguments.models:
-        with random_model(model, arguments.layers) as folder:
+        with open_model(model, arguments.layers) as folder:
             figures[model] = bench(arguments, model, folder)
         print(model, figures[model], file=sys.stderr)
     report(figures, arguments)

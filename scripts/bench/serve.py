@@ -20,6 +20,7 @@ libraries are imported; nothing is opened yet. Methods on the engine import only
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -39,6 +40,7 @@ ENGINE: dict[str, tuple[Any, str]] = {
     "prge-least": ("antithetic", "least"),
 }
 ADAPTED, RANK = ("q_proj", "v_proj"), 8
+LEARNING_RATE = 1e-3
 LETTER = "a"
 Measurements = Iterator[Sequence[float]]
 
@@ -73,8 +75,24 @@ def peft_steps(
     rank: int,
     layers: Sequence[str] | str,
     checkpointing: bool = False,
+    *,
+    batches: Sequence[Sequence[Sequence[int]]] | None = None,
+    alpha: int = 8,
 ) -> Measurements:
-    """Run steps of PyTorch on a folder's `model` with PEFT's LoRA and AdamW."""
+    """Run steps of PyTorch on a folder's `model` with PEFT's LoRA and AdamW.
+
+    Args:
+        folder: folder with the model.
+        dtype: type of the model's weights.
+        rows: rows of a step.
+        tokens: tokens of a row.
+        threads: threads of PyTorch.
+        rank: rank of the adapter.
+        layers: adapted layers, or `all-linear`.
+        checkpointing: whether activations are computed again in the backward pass.
+        batches: rows of tokens of each step, in turns; None: random rows, the same ones in each step.
+        alpha: LoRA alpha.
+    """
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
@@ -83,15 +101,20 @@ def peft_steps(
     yield ()
     base = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=getattr(torch, dtype))
     modules = layers if isinstance(layers, str) else [*layers]
-    tuned = get_peft_model(base, LoraConfig(r=rank, target_modules=modules))
+    tuned = get_peft_model(base, LoraConfig(r=rank, lora_alpha=alpha, target_modules=modules))
     tuned.train()
     if checkpointing:
         tuned.enable_input_require_grads()
         tuned.gradient_checkpointing_enable({"use_reentrant": False})
-    optimizer = torch.optim.AdamW(parameter for parameter in tuned.parameters() if parameter.requires_grad)
+    trained = [parameter for parameter in tuned.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, LEARNING_RATE, weight_decay=0.0)
     torch.manual_seed(0)
-    inputs = torch.randint(0, base.config.vocab_size, (rows, tokens))
-    while True:
+    inputs_of_steps = (
+        [torch.randint(0, base.config.vocab_size, (rows, tokens))]
+        if batches is None
+        else [torch.tensor(batch) for batch in batches]
+    )
+    for inputs in itertools.cycle(inputs_of_steps):
         begin = time.perf_counter()
         loss = tuned(input_ids=inputs, labels=inputs, use_cache=False).loss
         loss.backward()

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,6 +97,19 @@ class TimedStep:
         return seconds, measurement.loss
 
 
+def full_examples(rows: Sequence[Sequence[int]]) -> list[Example]:
+    """Return examples of rows of tokens, in which all tokens after the first are targets."""
+    return [
+        Example(number, (TokenSequence(tuple(tokens), _all_targets(tokens)),), 1, None)
+        for number, tokens in enumerate(rows)
+    ]
+
+
+def _all_targets(tokens: Sequence[int]) -> tuple[Target, ...]:
+    weight = 1 / (len(tokens) - 1)
+    return tuple(Target(position, token, weight, 0) for position, token in enumerate(tokens[1:]))
+
+
 def timed_step(
     folder: Path,
     estimator: EstimatorName,
@@ -127,12 +140,6 @@ def timed_step(
     adapter = read_peft(bundle.adapter, bundle.chain.modules)
     random = np.random.default_rng(0)
     adapter.values[:] = random.standard_normal(adapter.size) * 0.01
-    examples = []
-    for row in range(rows):
-        token_ids = random.integers(0, bundle.chain.vocabulary_size, tokens).tolist()
-        targets = tuple(
-            Target(position, token_ids[position + 1], 1 / (tokens - 1), 0) for position in range(tokens - 1)
-        )
-        examples.append(Example(row, (TokenSequence(tuple(token_ids), targets),), 1, None))
-    step = Step(adapter, examples, 0, 0)
+    token_ids = [random.integers(0, bundle.chain.vocabulary_size, tokens).tolist() for _ in range(rows)]
+    step = Step(adapter, full_examples(token_ids), 0, 0)
     return TimedStep(opened, make_estimator(plan.settings), step)

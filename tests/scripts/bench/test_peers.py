@@ -10,7 +10,20 @@ from typing import Any
 
 import peers
 import pytest
-from peers import EXECUTORCH, MLX, LackingError, command_of, ratios
+from peers import (
+    EXECUTORCH,
+    MLX,
+    QVAC,
+    TEXTS,
+    command_of,
+    cut_batches,
+    make_batches,
+    methods_of,
+    qvac_command,
+    ratios,
+    read_text,
+)
+from processes import LackingError
 
 from prge.system.user_cache import cache_path
 from prge.training.trials import TRIALS
@@ -30,7 +43,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def arguments(*methods: str, **more: Any) -> argparse.Namespace:
     return argparse.Namespace(
-        **{"methods": methods, "threads": 1, "repeats": 2, "limit": 60, "blas": None} | more
+        **{"methods": methods, "threads": 1, "repeats": 2, "limit": 60, "blas": None, "shape": None}
+        | {"texts": TEXTS}
+        | more
     )
 
 
@@ -45,6 +60,49 @@ def test_ratios_are_by_weights_and_by_trainer() -> None:
     assert figures["prge_over_executorch_memory"] == {"int4": {"fp32": 0.25}}
     assert figures["prge_over_executorch_peak"] == {"int4": {"fp32": 1.0}}
     assert figures["prge_over_mlx_seconds"] == {"int4": {}}
+
+
+def test_weights_of_qvac_have_its_names() -> None:
+    seconds = {"prge-int4": 1.0, "qvac-q4_0": 10.0}
+    result = {name: {"seconds": 1.0, "anonymous_mb": 2.0, "peak_rss_mb": 8.0} for name in seconds}
+    figures = ratios([seconds], result)
+    assert figures["prge_over_qvac_seconds"] == {"int4": {"q4_0": 0.1}}
+    assert figures["prge_over_qvac_memory"] == {"int4": {"q4_0": 1.0}}
+
+
+def test_a_peer_is_compared_with_prge_and_peft() -> None:
+    expected = ["prge-int4", "prge-fp32", "peft-bf16", "peft-fp32", *QVAC]
+    assert methods_of("qvac") == expected and peers.BLAS in methods_of("mlx")
+
+
+def test_rows_follow_one_another_and_have_the_token_after_them() -> None:
+    assert cut_batches(range(10), 2, 1, 4) == [[[0, 1, 2, 3, 4]], [[4, 5, 6, 7, 8]]]
+    assert cut_batches(range(9), 1, 2, 4) == [[[0, 1, 2, 3, 4], [4, 5, 6, 7, 8]]]
+    with pytest.raises(SystemExit, match="the texts have 8 tokens; 9 are needed"):
+        cut_batches(range(8), 2, 1, 4)
+
+
+def test_random_weights_have_one_batch_of_random_tokens(folder: Path) -> None:
+    ((first, second),) = make_batches(SMALL, folder, TEXTS)
+    assert len(first) == len(second) == SMALL.tokens + 1
+    assert min(first) >= 0 and max(first) < 512
+
+
+def test_messages_are_a_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some words")
+    assert read_text(tmp_path / "a.txt") == "some words"
+    assert read_text(TEXTS).splitlines()[:2] == [
+        "could you remind me next Monday to buy stamps?",
+        '{"what": "buy stamps", "day": "Monday", "time": ""}',
+    ]
+
+
+def test_qvac_needs_a_gguf_file_and_whole_rows(folder: Path) -> None:
+    with pytest.raises(LackingError, match="select --models smollm2"):
+        qvac_command(QVAC[0], folder, SMALL)
+    (folder / "model.gguf").touch()
+    with pytest.raises(LackingError, match="a multiple of 256 tokens"):
+        qvac_command(QVAC[0], folder, SMALL)
 
 
 def test_an_unavailable_trainer_reports_why_and_the_others_continue(
@@ -72,13 +130,13 @@ def test_all_available_trainers_begin_with_the_same_loss(
     """All methods start with the loss of random weights, and learn."""
     if not (cache_path("mlx") / "bin/python").is_file():
         monkeypatch.setattr(peers, "METHODS", [name for name in peers.METHODS if name not in MLX])
-    methods = [name for name in peers.METHODS if name != peers.BLAS]
+    methods = [name for name in peers.METHODS if name not in (peers.BLAS, *QVAC)]
     result = peers.bench(arguments(*methods), "small", folder)
     output = json.dumps(result["methods"])
     assert not [name for name in methods if "reason" in result["methods"][name]], output
     for name in methods:
         first, *_, last = result["methods"][name]["losses"]
-        assert abs(first - 6.24) < 0.05, (name, first)
+        assert abs(first - 6.30) < 0.05, (name, first)
         assert last < first, name
     both = result["prge_over_peft_seconds"], result[f"prge_over_{EXECUTORCH}_memory"]
     assert all(set(each) == {"int4", "fp32"} for each in both)
