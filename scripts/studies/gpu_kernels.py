@@ -15,9 +15,8 @@ PARTS = ("copy_in", "compute", "copy_out")
 # What a kernel for products does with its sums.
 STORES = ("BIAS", "BIAS_RELU", "RELU_GRADIENT", "UPDATE")
 NO_DEVICE = (
-    "OpenCL was left out: pyopencl finds no device. A GPU of NVIDIA needs the file "
-    "/etc/OpenCL/vendors/nvidia.icd with the line libnvidia-opencl.so.1, which is a library of its driver. "
-    "Debian's pocl-opencl-icd computes on the processor."
+    "OpenCL was left out: pyopencl finds no device. For a GPU of NVIDIA, set the variable OCL_ICD_VENDORS to "
+    "libnvidia-opencl.so.1, a library of its driver. Debian's pocl-opencl-icd computes on the processor."
 )
 
 

@@ -3,7 +3,7 @@
     python scripts/studies/gpu_training.py [--json gpu.json] [--repeats 50] [--threads 4]
 
 A study of phones (arXiv 2202.10100) reports that training is slower on their GPUs than on their processors,
-and that moving data takes 91 % of the time. This program takes SGD steps of four networks in these rows:
+and that moving data takes almost 91 % of the time. This program takes SGD steps of four networks in these rows:
 
     numpy, mnn, torch-cpu         on the processor; mnn is MNN's own trainer
     opencl-naive, opencl-tiled    matrix products without and with tiles in local memory (gpu_kernels.cl)
@@ -133,8 +133,8 @@ class TorchTrainer(Trainer):
         import torch
 
         self._torch, self._is_gpu = torch, device == "cuda"
-        batch = [np.zeros((BATCH, widths[0]), np.float32), np.zeros(BATCH, np.int64)]
-        host = [torch.from_numpy(each.copy()) for each in (*batch, np.zeros((), np.float32), *parameters)]
+        batch: list[Array] = [np.zeros((BATCH, widths[0]), "f4"), np.zeros(BATCH, "i8"), np.zeros((), "f4")]
+        host = [torch.from_numpy(each.copy()) for each in (*batch, *parameters)]
         self._host = [each.pin_memory() for each in host] if self._is_gpu else host
         self._device = [each.to(device, copy=True) for each in host]
         self._parameters = [each.requires_grad_() for each in self._device[3:]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -10,7 +11,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import gpu_training
 import numpy as np
 import pytest
 from gpu_kernels import PARTS, NoOpenCLError, OpenCL, OpenCLTrainer, plan_step
@@ -194,7 +194,7 @@ def test_missing_packages_are_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     for package in ("MNN", "torch", "pyopencl"):
-        monkeypatch.setitem(gpu_training.sys.modules, package, None)
+        monkeypatch.setitem(sys.modules, package, None)
     file = tmp_path / "gpu.json"
     monkeypatch.setattr("sys.argv", ["gpu_training.py", "--json", str(file), "--repeats", "1"])
     assert main() == 0
