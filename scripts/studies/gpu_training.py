@@ -3,7 +3,7 @@
     python scripts/studies/gpu_training.py [--json gpu.json] [--repeats 50] [--threads 4]
 
 A study of phones (arXiv 2202.10100) reports that training is slower on their GPUs than on their processors,
-and that moving data takes almost 91 % of the time. This program takes SGD steps of four networks in these rows:
+and that moving data takes almost 91 % of the time. This program trains four networks by SGD in these rows:
 
     numpy, mnn, torch-cpu         on the processor; mnn is MNN's own trainer
     opencl-naive, opencl-tiled    matrix products without and with tiles in local memory (gpu_kernels.cl)
