@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -51,10 +52,33 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class TokenSequence:
-    """A sequence of token ids with its targets."""
+    """A sequence of token ids with its targets.
+
+    Attributes:
+        tokens: the token ids.
+        targets: the tokens whose log-probabilities the engine returns.
+        branches: index of the first token of each candidate's branch. All branches continue the tokens before
+            the first of them, have positions as if they followed these directly, and don't attend to each
+            other. Targets are grouped by candidate. Empty for a sequence of consecutive tokens.
+    """
 
     tokens: tuple[int, ...]
     targets: tuple[Target, ...] = ()
+    branches: tuple[int, ...] = ()
+
+    def split(self) -> tuple[TokenSequence, ...]:
+        """Return a sequence of consecutive tokens for each candidate, with its targets, in their order."""
+        if not self.branches:
+            return (self,)
+        common, ends = self.branches[0], (*self.branches[1:], len(self.tokens))
+        candidates = [tuple(group) for _, group in groupby(self.targets, key=lambda each: each.candidate)]
+        parts = []
+        for start, end, targets in zip(self.branches, ends, candidates, strict=True):
+            positions = (each.position for each in targets)
+            shifted = (at - (start - common) * (at >= common) for at in positions)
+            moved = (replace(each, position=at) for each, at in zip(targets, shifted, strict=True))
+            parts.append(TokenSequence(self.tokens[:common] + self.tokens[start:end], tuple(moved)))
+        return tuple(parts)
 
 
 @dataclass(frozen=True)

@@ -106,6 +106,7 @@ class ModelSpec:
         vocabulary_size: token ids are less than this.
         sequence_length: maximum number of tokens in a sequence.
         modules: the adapted layers; their `alpha` is part of the frozen `lora_a`.
+        max_branched: maximum number of tokens in a sequence with branches; 0: the model takes none.
 
     Raises:
         ConfigError: a size is out of bounds.
@@ -116,6 +117,7 @@ class ModelSpec:
     vocabulary_size: int
     sequence_length: int
     modules: tuple[AdaptedModule, ...]
+    max_branched: int = 0
 
     def __post_init__(self) -> None:
         problems = [

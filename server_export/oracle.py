@@ -171,6 +171,7 @@ class TorchEngine:
             sequences: the sequences.
             values: the adapter's values, [adapter size]; None computes without an adapter.
         """
+        sequences = [part for sequence in sequences for part in sequence.split()]
         if self.padding is not None:
             return self._padded_outputs(sequences, values, self.padding)
         return torch.cat([self._single_output(sequence, values) for sequence in sequences])

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -142,6 +143,20 @@ class CheckedEngine(ABC):
                     f"Sequence {number} has a token outside of 0 to {vocabulary - 1}.",
                     code="token-out-of-bounds",
                 )
+            if branches := sequence.branches:
+                if sequence_length > model.max_branched:
+                    raise EngineError(
+                        f"Sequence {number} has branches and {sequence_length} tokens, must have at most "
+                        f"{model.max_branched}.",
+                        remedy="Split the sequence into one for each branch.",
+                        code="branched-too-long",
+                    )
+                if not all(a < b for a, b in pairwise((0, *branches, sequence_length))):
+                    raise EngineError(
+                        f"Sequence {number} of {sequence_length} tokens has branches at {list(branches)}; "
+                        "they must be increasing indices of tokens after the first.",
+                        code="branches-out-of-order",
+                    )
             for target in sequence.targets:
                 if not (0 <= target.position < sequence_length and 0 <= target.token < vocabulary):
                     raise EngineError(

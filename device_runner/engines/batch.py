@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from device_runner.engines.planning import Layout
 from device_runner.engines.shared_values import SharedValues
 from prge.engine import Array, IntArray, TokenSequence
 
@@ -15,11 +16,12 @@ Arrays = dict[str, Array]
 
 @dataclass
 class Batch:
-    """Rows of one padded length that pass the blocks together.
+    """Rows of one layout that pass the blocks together.
 
     Attributes:
         rows: numbers of their sequences, i64 [copies, batch].
         copy: number of the call's adapter that each copy uses, i64 [copies].
+        layout: padded length and branches of each row.
         values: hidden states, tangents or gradients by name, in the shapes that blocks take.
         extra_inputs: inputs that every block takes in addition.
         shared: values that several blocks read.
@@ -28,6 +30,7 @@ class Batch:
 
     rows: IntArray
     copy: IntArray
+    layout: Layout
     values: Arrays
     extra_inputs: Arrays
     shared: SharedValues
@@ -36,7 +39,7 @@ class Batch:
     @property
     def length(self) -> int:
         """Number of tokens of each row, with padding."""
-        return int(self.extra_inputs["ones"].shape[1])
+        return self.layout.length
 
     def of_one_copy(self, values: Arrays) -> Batch:
         """Return a batch of the same rows without the axis of copies, with new values without this axis."""
@@ -44,7 +47,7 @@ class Batch:
             name: array[0] if name == "padding_mask" else array for name, array in self.extra_inputs.items()
         }
         shared = self.shared.of_one_copy()
-        return Batch(self.rows, self.copy, values, extra_inputs, shared, self.directions)
+        return Batch(self.rows, self.copy, self.layout, values, extra_inputs, shared, self.directions)
 
 
 def tokens_of(sequences: Sequence[TokenSequence], rows: IntArray, length: int) -> IntArray:

@@ -18,7 +18,7 @@ from device_runner.engines.batch import Arrays, Batch, tokens_of
 from device_runner.engines.blocks import Blocks
 from device_runner.engines.chunks import Chunks
 from device_runner.engines.experts import Experts
-from device_runner.engines.planning import copies_together, length_groups, single_adapter_groups, slices
+from device_runner.engines.planning import copies_together, layout_groups, single_adapter_groups, slices
 from device_runner.engines.readouts import Readout
 from device_runner.engines.shared_values import SharedValues, concatenated, split
 from device_runner.engines.trunk_cache import TrunkCache
@@ -47,7 +47,7 @@ class Forward:
         self.blocks = blocks
         self.chain = blocks.chain
         self.call = call
-        self.lengths = readout.lengths
+        self.lengths, self._layouts = readout.lengths, readout.layouts
         self._readout = readout
         self._cache = cache
         self._adapters = views(self.chain.modules, call.adapters)
@@ -69,7 +69,7 @@ class Forward:
         """Return parts of some sequences with every copy of the adapter."""
         bounds, copies = self.chain.bounds, len(self.call.adapters)
         if copies == 1:
-            groups = single_adapter_groups(numbers, self.lengths, bounds)
+            groups = single_adapter_groups(numbers, self._layouts, bounds)
             return [self._part(rows, np.zeros(len(rows), np.int64), trunk) for rows in groups]
         return [
             self._part(
@@ -77,7 +77,7 @@ class Forward:
                 np.arange(copy_slice.start, copy_slice.stop),
                 trunk,
             )
-            for rows in length_groups(numbers, self.lengths, bounds)
+            for rows in layout_groups(numbers, self._layouts, bounds)
             for copy_slice in slices(copies, copies_together(int(self.lengths[rows[0]]), bounds))
         ]
 
@@ -86,7 +86,7 @@ class Forward:
         one = np.zeros(1, np.int64)
         return [
             self._part(rows[None], one, trunk)
-            for rows in length_groups(numbers, self.lengths, self.chain.bounds)
+            for rows in layout_groups(numbers, self._layouts, self.chain.bounds)
         ]
 
     def with_directions(self, parts: Sequence[Batch], directions: Directions, queries: slice) -> list[Batch]:
@@ -110,9 +110,10 @@ class Forward:
         return self._new_part(rows, copy, {"hidden_states": hidden_states}, shared)
 
     def _new_part(self, rows: IntArray, copy: IntArray, values: Arrays, shared: SharedValues) -> Batch:
-        length = int(self.lengths[rows.flat[0]])
-        extra_inputs = {"ones": np.ones((1, length, 1), np.float32), **self._readout.masks(rows, length)}
-        return Batch(rows, copy, values, extra_inputs, shared)
+        layout = self._layouts[rows.flat[0]]
+        extra_inputs = {"ones": np.ones((1, layout.length, 1), np.float32)}
+        extra_inputs |= self._readout.masks(rows, layout.length)
+        return Batch(rows, copy, layout, values, extra_inputs, shared)
 
     # Below the lowest adapted block
 
@@ -124,19 +125,19 @@ class Forward:
 
     def _cached(self, number: int, cache: TrunkCache) -> FloatArray:
         """Return the hidden states of one sequence, which don't depend on other sequences."""
-        sequence, length = self.call.sequences[number], int(self.lengths[number])
+        sequence, layout = self.call.sequences[number], self._layouts[number]
         width = self.blocks.width(self.chain.lowest_adapted) + sum(self._widths)
-        cache_inputs = [np.array(sequence.tokens[:length], np.int64), np.array([length])]
+        tokens = np.array(sequence.tokens[: layout.length], np.int64)
         return cache.states(
             self.blocks.sha256,
-            cache_inputs,
-            (length, width),
+            [tokens, np.array([layout.length, *layout.branches])],
+            (layout.length, width),
             lambda: self._computed(np.array([number]))[number],
         )
 
     def _computed(self, numbers: IntArray) -> Trunk:
         parts = []
-        for rows in single_adapter_groups(numbers, self.lengths, self.chain.bounds):
+        for rows in single_adapter_groups(numbers, self._layouts, self.chain.bounds):
             tokens = tokens_of(self.call.sequences, rows, int(self.lengths[rows.flat[0]]))
             copy = np.zeros(len(rows), np.int64)
             parts.append(self._new_part(rows, copy, {"tokens": tokens}, SharedValues(self.chain)))
@@ -228,7 +229,9 @@ class Forward:
             outputs = run_chunks[role](number, inputs)
         else:
             for index, table in enumerate(self.chain.blocks[number].tables):
-                inputs[f"{TABLE}{index}"] = self.blocks.tables.of(table, part.length)
+                inputs[f"{TABLE}{index}"] = self.blocks.tables.of(
+                    table, part.length, branches=part.layout.branches
+                )
             outputs = self.blocks.run(number, role, inputs, into)
         if role == FORWARD and number < self.chain.head_start:
             for name, array in outputs.items():

@@ -2,7 +2,7 @@
 
     tokens of a sequence -> padded length      from the sequence and the bundle alone
     padded lengths       -> micro-batches      sequences whose hidden states fit into memory together
-    micro-batch          -> groups of rows     each of one padded length
+    micro-batch          -> groups of rows     each of one padded length and with the same branches
 
 A kernel may sum in another order when a tensor has another length, and int8 activations enlarge small
 differences. So no sequence is padded to the length of another one, and its outputs have the same bits
@@ -13,9 +13,12 @@ get at least two rows (`at_least_two`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from prge.engine import MAX_HIDDEN_STATES, Array, IntArray
 from prge.formats.chain import MIN_TOKENS, Bounds
@@ -53,29 +56,69 @@ def micro_batches(lengths: IntArray, passes: int) -> Iterator[IntArray]:
     yield np.array(chosen, np.int64)
 
 
-def length_groups(rows: IntArray, lengths: IntArray, bounds: Bounds) -> Iterator[IntArray]:
-    """Yield groups of rows that pass a block together: rows of one padded length, as many as fit into a call.
+@dataclass(frozen=True, order=True)
+class Layout:
+    """The layout of a row: its padded length, and where its branches start (see `TokenSequence`)."""
+
+    length: int
+    branches: tuple[int, ...] = ()
+
+    @cached_property
+    def positions(self) -> IntArray:
+        """Position of each token in the text that it ends, i64 [length]."""
+        positions = np.arange(self.length)
+        for start in self.branches:
+            positions[start:] = self.branches[0] + np.arange(self.length - start)
+        return positions
+
+    def hides(self, window: int | None = None) -> NDArray[np.bool_]:
+        """Return whether the token of a row doesn't attend to that of a column, bool [length, length].
+
+        Args:
+            window: number of tokens that a token attends to, with itself; None: all earlier ones.
+        """
+        index, positions = np.arange(self.length), self.positions
+        branch = np.searchsorted(self.branches, index, "right")
+        is_hidden = index[:, None] < index
+        is_hidden |= (branch > 0) & (branch[:, None] != branch)
+        if window is not None:
+            is_hidden |= positions[:, None] - positions >= window
+        return is_hidden
+
+
+def layout_groups(rows: IntArray, layouts: Sequence[Layout], bounds: Bounds) -> Iterator[IntArray]:
+    """Yield groups of rows that pass a block together: rows of one layout, as many as fit into a call.
 
     Args:
         rows: numbers of sequences, i64 [rows].
-        lengths: padded lengths of all sequences, i64 [sequences].
+        layouts: layouts of all sequences.
         bounds: bounds of a call.
     """
-    for length in np.unique(lengths[rows]):
-        alike = rows[lengths[rows] == length]
-        for row_slice in slices(len(alike), bounds.batch if length <= bounds.chunk else 1):
+    for layout, alike in _rows_by_layout(rows, layouts):
+        for row_slice in slices(len(alike), _rows_together(layout, bounds)):
             yield alike[row_slice]
 
 
-def single_adapter_groups(rows: IntArray, lengths: IntArray, bounds: Bounds) -> Iterator[IntArray]:
+def single_adapter_groups(rows: IntArray, layouts: Sequence[Layout], bounds: Bounds) -> Iterator[IntArray]:
     """Yield groups i64 [copies, batch] of rows with one adapter, which also fill the axis of copies."""
-    for length in np.unique(lengths[rows]):
-        alike = rows[lengths[rows] == length]
-        batch = bounds.batch if length <= bounds.chunk else 1
+    for layout, alike in _rows_by_layout(rows, layouts):
+        batch = _rows_together(layout, bounds)
         whole = len(alike) // batch * batch
         for part in (alike[:whole].reshape(-1, batch), alike[whole:].reshape(1, -1)):
-            for copy_slice in slices(len(part) if part.size else 0, copies_together(int(length), bounds)):
+            for copy_slice in slices(len(part) if part.size else 0, copies_together(layout.length, bounds)):
                 yield part[copy_slice]
+
+
+def _rows_by_layout(rows: IntArray, layouts: Sequence[Layout]) -> Iterator[tuple[Layout, IntArray]]:
+    """Yield each layout with the rows that have it, shorter ones first."""
+    of_rows = [layouts[number] for number in rows.tolist()]
+    for layout in sorted({*of_rows}):
+        yield layout, rows[[each == layout for each in of_rows]]
+
+
+def _rows_together(layout: Layout, bounds: Bounds) -> int:
+    """Return the largest number of rows of a layout in a batch."""
+    return bounds.batch if layout.length <= bounds.chunk else 1
 
 
 def copies_together(length: int, bounds: Bounds) -> int:

@@ -11,7 +11,7 @@ from device_runner.engines.activations import ActivationStore
 from device_runner.engines.batch import Arrays, Batch
 from device_runner.engines.blocks import Blocks
 from device_runner.engines.head import VocabularyHead
-from device_runner.engines.planning import padded_length
+from device_runner.engines.planning import Layout, padded_length
 from prge.engine import FloatArray, IntArray, TokenSequence
 from prge.formats.chain import MASKED
 
@@ -25,14 +25,17 @@ class Readout(ABC):
         blocks: blocks of the bundle.
         sequences: sequences of the call.
 
-    `lengths` are the padded lengths of the sequences, i64 [sequences].
+    `layouts` are the layouts of the sequences, `lengths` their padded lengths, i64 [sequences].
     """
 
     def __init__(self, blocks: Blocks, sequences: Sequence[TokenSequence]) -> None:
         self._blocks = blocks
         self._sequences = sequences
         bounds = blocks.chain.bounds
-        self.lengths = np.array([padded_length(self._tokens_read(each), bounds) for each in sequences])
+        self.layouts = [
+            Layout(padded_length(self._tokens_read(each), bounds), each.branches) for each in sequences
+        ]
+        self.lengths = np.array([layout.length for layout in self.layouts])
 
     @abstractmethod
     def _tokens_read(self, sequence: TokenSequence) -> int:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections import OrderedDict
 from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from device_runner.engines.planning import Layout
 from prge.engine import Array
 from prge.errors import BundleError
 from prge.formats.bundle import TABLES, Bundle
@@ -15,8 +16,8 @@ from prge.formats.chain import MASKED, STORED_TABLES, Chain
 from prge.formats.relations import RELATIONS, relation, relation_shape
 from prge.formats.signatures import PREFILL
 
-# Number of cached tables of one length; masks of long rows take megabytes.
-_KEPT = 8
+# The newest tables are cached, and older ones within a bound: masks of long rows take megabytes.
+_KEPT, _MAX_CACHED_BYTES = 8, 1 << 22
 # dtypes of tables of values by distance.
 _DTYPES = {"F32": "float32", "I64": "int64"}
 _REMEDY = "Export the bundle again."
@@ -64,7 +65,8 @@ class Tables:
             raise BundleError(
                 f"{path} can't be read: {error}", remedy=_REMEDY, code="file-unreadable"
             ) from None
-        self.of = lru_cache(maxsize=_KEPT)(self._of)
+        self._cached: OrderedDict[tuple[int, int, int, tuple[int, ...]], Array] = OrderedDict()
+        self._cached_bytes = 0
 
     def tensor(self, number: int, length: int) -> tuple[str, tuple[int, ...]]:
         """Return dtype and shape of a table without computing it."""
@@ -80,25 +82,42 @@ class Tables:
             return "float32", relation_shape(table.type, length, table.window)
         return "int64", (1, length)
 
-    def _of(self, number: int, length: int, start: int = 0) -> Array:
-        """Return a table for rows of `length` tokens that follow `start` other tokens."""
-        table = self._tables[number]
+    def of(self, number: int, length: int, start: int = 0, branches: tuple[int, ...] = ()) -> Array:
+        """Return a table for rows of `length` tokens that follow `start` other tokens.
+
+        Args:
+            number: number of the table.
+            length: tokens of a row.
+            start: tokens before them.
+            branches: where the branches of the rows start, for rows without tokens before them.
+        """
+        key = (number, length, start, branches)
+        if key in self._cached:
+            self._cached.move_to_end(key)
+            return self._cached[key]
+        table = self._cached[key] = self._computed(number, Layout(length, branches), start)
+        self._cached_bytes += table.nbytes
+        while len(self._cached) > _KEPT and self._cached_bytes > _MAX_CACHED_BYTES:
+            _, oldest = self._cached.popitem(last=False)
+            self._cached_bytes -= oldest.nbytes
+        return table
+
+    def _computed(self, number: int, layout: Layout, start: int) -> Array:
+        table, length, positions = self._tables[number], layout.length, layout.positions
         if table.type == "rotary":
-            return np.ascontiguousarray(self._stored[number][start : start + length])[None]
+            rows = self._stored[number][start : start + int(positions.max(initial=0)) + 1]
+            return np.ascontiguousarray(rows[positions])[None]
         if table.type == "relative":
-            values, positions = np.asarray(self._stored[number][:]), np.arange(length)
+            values = np.asarray(self._stored[number][:])
             return np.repeat(
                 values[positions[:, None] - positions + len(values) // 2][None], table.members, 0
             )
         if table.type == "positions":
-            first = table.first + start
-            return np.arange(first, first + length).reshape(1, length)
+            return (table.first + start + positions)[None]
         if table.type == "zeros":
             return np.zeros((1, length), np.int64)
         if table.type in RELATIONS:
             # The relation between tokens of one chunk is the same wherever the chunk starts.
             return relation(table.type, length, table.first, table.window)
-        mask = np.triu(np.full((length, length), MASKED, np.float32), 1)
-        if table.window is not None and table.window < length:
-            mask += np.tril(np.full((length, length), MASKED, np.float32), -table.window)
+        mask = np.where(layout.hides(table.window), np.float32(MASKED), np.float32(0))
         return np.repeat(mask[None], table.members, 0)

@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 
 # Maximum number of a candidate's tokens that an error lists.
 MAX_SPELLED_TOKENS = 8
+# Maximum number of tokens of a sequence with branches, as a share of the tokens of separate sequences.
+_MAX_SHARE_WITH_BRANCHES = 7 / 8
 _READ_AS: Mapping[ControlTokens, str] = {
     "special": CONTROL_READ,
     "all": CONTROL_READ,
@@ -227,6 +229,9 @@ class _Builder:
             compared: tuple[TokenSequence, ...] = (self._shared_sequence(row, sequences),)
         else:
             compared = tuple(_sequence(each, index) for index, each in enumerate(sequences))
+            longest = self.model.max_branched
+            if longest and (branched := with_branches(compared, longest)):
+                compared = (branched,)
         return [Example(number, compared, row.count, row.label, row.answers, row.choices, liked=row.is_liked)]
 
     def _shared_sequence(self, row: Candidates, sequences: Sequence[EncodedText]) -> TokenSequence:
@@ -261,6 +266,35 @@ def _sequence(text: EncodedText, candidate: int = 0) -> TokenSequence:
         tuple(tokens),
         tuple(Target(index - 1, tokens[index], 1 / len(targets), candidate) for index in targets),
     )
+
+
+def with_branches(sequences: Sequence[TokenSequence], max_tokens: int) -> TokenSequence | None:
+    """Return the sequences of candidates as one, in which each candidate is a branch after the common tokens.
+
+    Args:
+        sequences: a sequence for each candidate.
+        max_tokens: maximum number of tokens of the result.
+
+    Returns:
+        The sequence; None if it is longer than `max_tokens`, or saves less than an eighth of the tokens.
+    """
+    # Tokens after a candidate's last target predict nothing. Each branch has a token at least.
+    texts = [each.tokens[: each.targets[-1].position + 1] for each in sequences]
+    columns = enumerate(zip(*(text[:-1] for text in texts), strict=False))
+    common = next((index for index, column in columns if len({*column}) > 1), min(map(len, texts)) - 1)
+    tokens, targets, branches = texts[0][:common], list[Target](), list[int]()
+    for text, sequence in zip(texts, sequences, strict=True):
+        shift = len(tokens) - common
+        targets += [
+            replace(target, position=target.position + shift * (target.position >= common))
+            for target in sequence.targets
+        ]
+        branches.append(len(tokens))
+        tokens += text[common:]
+    separate = sum(map(len, texts))
+    if not common or len(tokens) > max_tokens or len(tokens) > separate * _MAX_SHARE_WITH_BRANCHES:
+        return None
+    return TokenSequence(tokens, tuple(targets), tuple(branches))
 
 
 def _check_dropped(report: DataReport, source: str, limit: float | None) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from prge.data.columns import format_column_names
 from prge.data.tokenization.tokenizer import Tokenizer
 from prge.errors import escape_control
-from prge.objectives.examples import Example
+from prge.objectives.examples import Example, without_branches
 from prge.objectives.preferences import ObjectiveName
 from prge.system.terminal import best_effort
 
@@ -198,12 +198,16 @@ def unknown_note(unknown: int, targets: int) -> str:
 def format_sample(example: Example, tokenizer: Tokenizer) -> str:
     """Format an example: context as text, each target token in [brackets], candidates after an arrow."""
     lines = [f"row {example.row}"]
-    for sequence in example.sequences:
-        token_texts = tokenizer.token_texts(sequence.tokens)
+    for sequence in without_branches(example).sequences:
+        tokens = sequence.tokens
+        if example.sequences[0].branches:
+            # A branch ends before its last target, which predicts nothing.
+            tokens += (sequence.targets[-1].token,)
+        token_texts = tokenizer.token_texts(tokens)
         extra_targets = []
         for target in sequence.targets:
             index = target.position + 1
-            if index < len(token_texts) and sequence.tokens[index] == target.token:
+            if index < len(token_texts) and tokens[index] == target.token:
                 token_texts[index] = f"[{token_texts[index]}]"
             else:
                 right = " <- label" if target.candidate == example.label else ""

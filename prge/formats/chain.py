@@ -46,6 +46,8 @@ from prge.model_spec import LARGEST_SIZE, AdaptedModule, ModelSpec
 TABLES = ("causal", "rotary", "positions", "zeros", "relative", *RELATIONS)
 # Types of tables with a tensor in the tables file.
 STORED_TABLES = ("rotary", "relative")
+# Types of tables of models whose sequences may have branches.
+_BRANCHING_TABLES = {"causal", "rotary", "positions", "zeros"}
 # Pooling of a checkpoint's own head: for each token, the input of the head's last layer.
 OWN_HEAD = "head"
 POOLINGS = ("mean", "first", OWN_HEAD)
@@ -596,7 +598,15 @@ class Chain:
             vocabulary_size=self.vocabulary_size,
             sequence_length=max(self.longest(FORWARD), 1),
             modules=self.modules,
+            max_branched=self.bounds.chunk if self._takes_branches else 0,
         )
+
+    @property
+    def _takes_branches(self) -> bool:
+        """Whether tokens affect each other only by causal attention, whose mask is a table."""
+        recurs = any(self.recurrent_states(number) for number in range(self.head_start))
+        types = {table.type for table in self.tables}
+        return self.readout == "logprobs" and types <= _BRANCHING_TABLES and "causal" in types and not recurs
 
     def check_role(self, role: str) -> None:
         """Raise BundleError if the bundle doesn't have a role."""

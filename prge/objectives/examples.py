@@ -7,7 +7,8 @@ candidate is the weighted sum of its targets:
 
     completion             one sequence, one candidate, weights 1 / number of completion tokens
     one-token candidates   one sequence, one target per candidate, all at the last position of the prompt
-    longer candidates      one sequence per candidate, weights 1 / number of candidate tokens
+    longer candidates      one sequence with a branch per candidate, or one sequence per candidate if the
+                           model takes no branches; weights 1 / number of candidate tokens
     pairs, rated answers   like longer candidates (prge/objectives/preferences.py)
     encoder                one sequence without targets: the classification head computes the scores
 """
@@ -62,6 +63,11 @@ class Example:
         return sequence.tokens[: sequence.targets[0].position + 1]
 
 
+def without_branches(example: Example) -> Example:
+    """Return an example with a sequence of consecutive tokens for each candidate."""
+    return replace(example, sequences=tuple(part for each in example.sequences for part in each.split()))
+
+
 def tokens_sha256(examples: Sequence[Example]) -> str:
     """Return a hash of the examples' tokens, targets and weights, in hexadecimal."""
     digest = hashlib.sha256()
@@ -70,6 +76,7 @@ def tokens_sha256(examples: Sequence[Example]) -> str:
         for sequence in example.sequences:
             targets = [(target.position, target.token, target.candidate) for target in sequence.targets]
             digest.update(np.array([len(sequence.tokens), len(targets), *sequence.tokens], "<i4").tobytes())
+            digest.update(np.array(sequence.branches, "<i4").tobytes())
             digest.update(np.array(targets, "<i4").tobytes())
             digest.update(np.array([target.weight for target in sequence.targets], "<f8").tobytes())
     return digest.hexdigest()
@@ -106,7 +113,7 @@ def weighted_by_tokens(examples: Sequence[Example]) -> list[Example]:
 
 
 def token_count(examples: Sequence[Example]) -> int:
-    """Return the number of tokens of all sequences; a prompt counts once for each candidate's sequence."""
+    """Return the number of tokens of all sequences; a prompt counts once for each sequence."""
     return sum(len(sequence.tokens) for sequence in sequences_of(examples))
 
 

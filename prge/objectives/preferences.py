@@ -321,8 +321,12 @@ def liked_of(examples: Sequence[Example]) -> NDArray[np.bool_]:
 
 def lengths_of(examples: Sequence[Example]) -> Float64Array:
     """Return the number of tokens of both answers, f64 [examples, 2]."""
-    lengths = [[len(sequence.targets) for sequence in example.sequences] for example in examples]
-    return np.array(lengths, np.float64)
+    lengths = np.zeros((len(examples), 2))
+    for row, example in zip(lengths, examples, strict=True):
+        for sequence in example.sequences:
+            for target in sequence.targets:
+                row[target.candidate] += 1
+    return lengths
 
 
 def _margins(rewards: Float64Array) -> Float64Array:

@@ -12,7 +12,7 @@ from prge.data.readers.files import Selection, select_rows
 from prge.data.sources import read_source
 from prge.data.tokenization.tokenizer import Tokenizer
 from prge.model_spec import ModelSpec
-from prge.objectives.examples import Example, token_count
+from prge.objectives.examples import Example, token_count, without_branches
 
 _ROWS = 64
 
@@ -58,7 +58,7 @@ def _first_tokens(examples: Sequence[Example], max_tokens: int) -> list[tuple[in
     """Return the tokens of the examples' sequences up to `max_tokens` in total."""
     sequences: list[tuple[int, ...]] = []
     remaining = max_tokens
-    for tokens in (sequence.tokens for example in examples for sequence in example.sequences):
+    for tokens in (each.tokens for example in examples for each in without_branches(example).sequences):
         if remaining <= 0:
             break
         sequences.append(tokens[:remaining])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from prge.data.tokenization.tokenizer import Tokenizer
-from prge.objectives.examples import Example
+from prge.objectives.examples import Example, without_branches
 from prge.system.memory import memory_info
 from prge.system.progress import Progress
 from server_export.settings import PrependBos
@@ -45,7 +45,7 @@ class ScoredRow:
                 sequence.tokens,
                 tuple((each.position, each.token) for each in sequence.targets if each.candidate == right),
             )
-            for sequence in example.sequences
+            for sequence in without_branches(example).sequences
         ]
         return max(rows, key=lambda row: len(row.targets))
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from prge.errors import ConfigError
-from prge.objectives.examples import Example, labels_of, sequences_of
+from prge.objectives.examples import Example, labels_of, sequences_of, without_branches
 from prge.training.estimators.protocol import BACKPROPAGATION_PASSES
 from server_export.adapter.layers import replace_module
 from server_export.evidence.baselines.fixed_length import fix_length, restore_length
@@ -102,7 +102,8 @@ class ExecutorchTraining(TrainingMethod):
     def __init__(self, problem: ModelProblem, settings: BaselineSettings) -> None:
         if problem.is_encoder:
             raise _unsuitable_error("bundle", "it holds an encoder, and this method trains decoders only")
-        counts = {len(example.sequences) for example in problem.train}
+        train = [without_branches(example) for example in problem.train]
+        counts = {len(example.sequences) for example in train}
         most = max(counts)
         if len(counts) > 1:
             raise _unsuitable_error(
@@ -110,8 +111,8 @@ class ExecutorchTraining(TrainingMethod):
             )
         examples = problem.batch_size
         self._rows = examples * most
-        self._candidates = max(example.candidates for example in problem.train)
-        sequences = sequences_of(problem.train)
+        self._candidates = max(example.candidates for example in train)
+        sequences = sequences_of(train)
         self._length = max(len(sequence.tokens) for sequence in sequences)
         self._targets = max(len(sequence.targets) for sequence in sequences)
         super().__init__(problem, [problem.insert_adapter()])
@@ -157,6 +158,7 @@ class ExecutorchTraining(TrainingMethod):
 
     def _inputs(self, examples: Sequence[Example]) -> tuple[torch.Tensor, ...]:
         """Return the inputs of the program for a step's examples; see `LossProgram`."""
+        examples = [without_branches(example) for example in examples]
         sequences = sequences_of(examples)
         tokens = np.full((self._rows, self._length), self.problem.pad, np.int64)
         positions, targets = (np.zeros((self._rows, self._targets), np.int64) for _ in range(2))

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from device_runner.engines.planning import Layout
 from device_runner.engines.shapes import AttentionHeads, read_routings
 from prge.engine import Array
 from prge.formats import chain as manifest
-from prge.formats.chain import Bounds, Interface
+from prge.formats.chain import MASKED, Bounds, Interface
 from prge.formats.relations import RELATIONS
 from prge.formats.signatures import (
     ALL_ROLES,
@@ -188,8 +189,14 @@ class GraphBlocks:
         names = {str(node.target) for graph in graphs for node in graph.find_nodes(op="get_attr")}
         return add_transposed_weights(self._model.tensors(number), names)
 
-    def _table(self, number: int, length: int, start: int = 0) -> Array:
+    def _table(self, number: int, length: int, start: int = 0, branches: tuple[int, ...] = ()) -> Array:
         table = self._model.tables.all[number]
+        if branches:
+            values, layout = table.of(length).numpy(), Layout(length, branches)
+            if table.type != "causal":
+                return np.ascontiguousarray(values[:, layout.positions])
+            by_distance = values[:, layout.positions[:, None], layout.positions]
+            return np.where(layout.hides(), np.float32(MASKED), by_distance)
         if table.type == "causal" or table.type in RELATIONS:
             return table.of(length).numpy()
         return table.of(start + length)[:, start:].contiguous().numpy()

@@ -112,6 +112,17 @@ def compute(engine: Zeros, method: str, call: Call) -> object:
             for model in (DECODER, ENCODER)
             for count in (LENGTH + 1, 0)
         ),
+        (DECODER, sequence(), replace(sequence(), branches=(1, 2)), "branched-too-long", "at most 0"),
+        *(
+            (
+                replace(DECODER, max_branched=LENGTH),
+                replace(sequence(), branches=(1, 3)),
+                replace(sequence(), branches=branches),
+                "branches-out-of-order",
+                f"{list(branches)}",
+            )
+            for branches in ((0, 2), (2, 2), (1, 4))
+        ),
     ],
 )
 def test_an_index_out_of_range_never_reaches_the_program(

@@ -67,8 +67,11 @@ class Scene:
 
     @cached_property
     def sequences(self) -> list[TokenSequence]:
-        """Sequences whose last tokens have targets, so that each is computed in full length."""
-        random = np.random.default_rng(0)
+        """Sequences whose last tokens have targets, so that each is computed in full length.
+
+        Every third one has branches, if the model takes them.
+        """
+        random, longest = np.random.default_rng(0), self.model.max_branched
         tokens = [random.integers(3, self.model.vocabulary_size, length).tolist() for length in self.lengths]
         return [
             TokenSequence(
@@ -77,8 +80,9 @@ class Scene:
                     Target(position, position % 3, 1.0, 0)
                     for position in range(max(0, len(each) - TARGETS), len(each))
                 ),
+                (len(each) // 2, len(each) - 2) if row % 3 == 0 and 6 < len(each) <= longest else (),
             )
-            for each in tokens
+            for row, each in enumerate(tokens)
         ]
 
     @cached_property
@@ -132,7 +136,10 @@ class Scene:
     def added(self, rows: Sequence[int]) -> FloatArray:
         """Return the sum of gradients of rows alone, in the order of docs/explanation/chain.md."""
         bounds = self.bundle.chain.bounds
-        rows = sorted(rows, key=lambda row: padded_length(self.lengths[row], bounds))
+        rows = sorted(
+            rows,
+            key=lambda row: (padded_length(self.lengths[row], bounds), self.sequences[row].branches),
+        )
         total = np.zeros(self.adapter.size, np.float32)
         for row in rows:
             total += self.alone(BACKWARD, row)[1]

@@ -24,7 +24,8 @@ from device_runner.engines import generator as generation
 from device_runner.engines.activations import ActivationStore
 from device_runner.engines.chain_engine import ChainEngine
 from device_runner.engines.generator import ChainGenerationEngine
-from prge.engine import Array, Call, Engine
+from prge.engine import Array, Call, Engine, Target, TokenSequence
+from prge.errors import EngineError
 from prge.formats import chain
 from prge.formats.bundle import open_bundle
 from prge.formats.chain import Bounds
@@ -46,6 +47,7 @@ from tests.device_runner.engines.chains import (
     split,
 )
 from tests.device_runner.engines.graph_blocks import GraphBlocks
+from tests.refusals import raises
 from tests.server_export.derive.test_blocks import IN_BLOCKS
 from tests.templates import random_adapter
 from tests.tiers import second_tier
@@ -320,6 +322,30 @@ def test_tangents(case: Case) -> None:
             # Residual streams that nearly cancel lose digits in PyTorch's single precision as well.
             max_difference = max(case.limits.tangents, difference(single[query], expected[query]))
             assert difference(actual[query], expected[query]) < max_difference
+
+
+@cases(DECODERS, *ON_ENGINE)
+def test_branches(case: Case) -> None:
+    plain = case.call(3)
+    random = np.random.default_rng(0)
+    tokens = tuple(random.integers(3, case.model.vocabulary_size, CHUNK).tolist())
+    positions = [(0, (2, 3, 4)), (1, (1, 2, 5, 7))]
+    targets = [Target(n, tokens[n], 1.0, candidate) for candidate, some in positions for n in some]
+    branched = TokenSequence(tokens, tuple(targets), (3, 5))
+    call = replace(plain, sequences=(plain.sequences[0], branched, *plain.sequences[1:]))
+    if not case.model.max_branched:
+        with raises(EngineError, "branched-too-long", containing=str(CHUNK)):
+            case.engine(FORWARD).forward(call)
+        return
+    result = split(case.model, call, case.engine(FORWARD).forward(call))[1]
+    expected = split(case.model, call, case.oracle.forward(call))[1]
+    assert np.abs(result - expected).max() < case.limits.outputs * case.limits.scale(expected)
+    directions = directions_of(case.model, 2, 4)
+    tangents = split(case.model, call, case.engine(JVP).jvp(call, directions)[1])[1]
+    exact = split(case.model, call, case.oracle.jvp(call, directions)[1])[1]
+    assert difference(tangents, exact) < case.limits.tangents
+    gradient = case.engine(BACKWARD).vjp(call, loss_gradient_of)[1]
+    assert difference(gradient, case.oracle.vjp(call, loss_gradient_of)[1]) < case.limits.gradient
 
 
 @cases([name for name in DECODERS if name.startswith("shared")])

@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from device_runner.engines.planning import (
+    Layout,
     at_least_two,
     copies_together,
-    length_groups,
+    layout_groups,
     micro_batches,
     padded_length,
     single_adapter_groups,
@@ -25,6 +26,13 @@ COUNTS = st.lists(st.integers(1, BOUNDS.tokens), min_size=1, max_size=40)
 
 def lengths_of(counts: list[int]) -> IntArray:
     return np.array([padded_length(count, BOUNDS) for count in counts])
+
+
+def layouts_of(counts: list[int], data: st.DataObject) -> list[Layout]:
+    """Return a layout for each row, some with branches."""
+    branches = st.sampled_from([(), (1, 2)])
+    lengths = lengths_of(counts).tolist()
+    return [Layout(length, data.draw(branches) if length <= BOUNDS.chunk else ()) for length in lengths]
 
 
 def some_of(counts: list[int], data: st.DataObject) -> IntArray:
@@ -60,28 +68,53 @@ def test_every_sequence_is_in_one_micro_batch_shorter_ones_first(counts: list[in
 
 
 @given(COUNTS, st.data())
-def test_every_row_is_computed_once_and_only_with_rows_of_its_length(
+def test_every_row_is_computed_once_and_only_with_rows_of_its_layout(
     counts: list[int], data: st.DataObject
 ) -> None:
-    lengths, numbers = lengths_of(counts), some_of(counts, data)
-    result = [*length_groups(numbers, lengths, BOUNDS)]
+    layouts, numbers = layouts_of(counts, data), some_of(counts, data)
+    result = [*layout_groups(numbers, layouts, BOUNDS)]
     assert sorted(np.concatenate(result).tolist()) == numbers.tolist()
-    for rows in result:
-        assert len({*lengths[rows].tolist()}) == 1
-        assert len(rows) <= (BOUNDS.batch if lengths[rows[0]] <= BOUNDS.chunk else 1)
+    lengths = [layouts[rows[0]].length for rows in result]
+    assert lengths == sorted(lengths)
+    for rows, length in zip(result, lengths, strict=True):
+        assert len({layouts[number] for number in rows}) == 1
+        assert len(rows) <= (BOUNDS.batch if length <= BOUNDS.chunk else 1)
         assert rows.tolist() == sorted(rows.tolist())
 
 
 @given(COUNTS, st.data())
 def test_rows_of_one_adapter_replace_copies_too(counts: list[int], data: st.DataObject) -> None:
-    lengths, numbers = lengths_of(counts), some_of(counts, data)
-    result = [*single_adapter_groups(numbers, lengths, BOUNDS)]
+    layouts, numbers = layouts_of(counts, data), some_of(counts, data)
+    result = [*single_adapter_groups(numbers, layouts, BOUNDS)]
     assert sorted(np.concatenate([rows.ravel() for rows in result]).tolist()) == numbers.tolist()
     for rows in result:
-        length = int(lengths[rows.flat[0]])
-        assert (lengths[rows] == length).all()
+        length = layouts[rows.flat[0]].length
+        assert {layouts[number] for number in rows.ravel()} == {layouts[rows.flat[0]]}
         assert len(rows) <= copies_together(length, BOUNDS)
         assert rows.shape[1] <= (BOUNDS.batch if length <= BOUNDS.chunk else 1)
+
+
+def test_branches_continue_the_tokens_before_the_first_and_hide_from_each_other() -> None:
+    layout = Layout(7, (2, 4))
+    assert layout.positions.tolist() == [0, 1, 2, 3, 2, 3, 4]
+    assert (~layout.hides()).astype(int).tolist() == [
+        [1, 0, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0, 0],
+        [1, 1, 1, 1, 0, 0, 0],
+        [1, 1, 0, 0, 1, 0, 0],
+        [1, 1, 0, 0, 1, 1, 0],
+        [1, 1, 0, 0, 1, 1, 1],
+    ]
+    assert (~layout.hides(2))[-1].astype(int).tolist() == [0, 0, 0, 0, 0, 1, 1]
+    assert (~layout.hides(3))[4].astype(int).tolist() == [1, 1, 0, 0, 1, 0, 0]
+
+
+def test_tokens_of_a_row_without_branches_see_those_before_them() -> None:
+    layout = Layout(3)
+    assert layout.positions.tolist() == [0, 1, 2]
+    assert (~layout.hides()).astype(int).tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+    assert (~layout.hides(1)).astype(int).tolist() == np.eye(3).tolist()
 
 
 @given(st.integers(0, 50), st.integers(1, 9), st.integers(0, 9))

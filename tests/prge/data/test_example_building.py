@@ -17,12 +17,13 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 
-from prge.data.example_building import build_examples
+from prge.data.example_building import build_examples, with_branches
 from prge.data.forms.task import Task, load_task, parse_task
 from prge.data.options import BuildOptions
 from prge.data.readers.files import Row
 from prge.data.row_report import format_sample
 from prge.data.tokenization.tokenizer import Tokenizer
+from prge.engine import Target, TokenSequence
 from prge.errors import DataError
 from prge.model_spec import ModelSpec
 from prge.objectives.examples import Example
@@ -294,6 +295,61 @@ def test_longer_candidates_have_a_sequence_each() -> None:
     )
     assert [target.weight for target in first.targets] == [1 / 2] * 2
     assert [(target.weight, target.candidate) for target in second.targets] == [(1, 1)]
+
+
+def test_longer_candidates_are_branches_of_their_prompt() -> None:
+    model = spec(max_branched=48)
+    [example], report = build_examples(rows({"text": "the film", "label": 0}), TOKENIZER, model, LONG_WORDS)
+    [separate], _ = build_examples(rows({"text": "the film", "label": 0}), TOKENIZER, spec(), LONG_WORDS)
+    assert format_sample(example, TOKENIZER) == format_sample(separate, TOKENIZER)
+    assert "1 sequences" in report.summary()
+    (sequence,) = example.sequences
+    assert sequence.branches and len(sequence.tokens) < sum(len(each.tokens) for each in separate.sequences)
+
+
+@pytest.mark.parametrize(
+    ("texts", "tokens", "branches"),
+    [
+        ([(1, 2, 3, 4, 5), (1, 2, 3, 6, 7)], (1, 2, 3, 4, 6), (3, 4)),
+        ([(1, 2, 3, 4, 5), (1, 2, 3, 4, 5)], (1, 2, 3, 4, 4), (3, 4)),
+        ([(1, 2, 3, 4, 5), (1, 2, 3, 4, 6, 7)], (1, 2, 3, 4, 4, 6), (3, 4)),
+        ([(1, 2, 3, 4, 5, 6), (1, 3, 4, 5, 6, 7)], None, ()),
+        ([tuple(range(40)), (*range(38), 8, 9)], None, ()),
+    ],
+    ids=["two branches", "the same text twice", "texts of other lengths", "little in common", "too long"],
+)
+def test_branches_share_what_their_candidates_have_in_common(
+    texts: list[tuple[int, ...]], tokens: tuple[int, ...] | None, branches: tuple[int, ...]
+) -> None:
+    sequences = [
+        TokenSequence(text, tuple(Target(n - 1, text[n], 1.0, index) for n in (len(text) - 2, len(text) - 1)))
+        for index, text in enumerate(texts)
+    ]
+    result = with_branches(sequences, 38)
+    assert (result.tokens, result.branches) == (tokens, branches) if result and tokens else tokens is result
+
+
+@given(
+    st.lists(st.integers(0, 9), min_size=1, max_size=20),
+    st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=6), min_size=2, max_size=4),
+)
+def test_the_sequences_of_branches_are_those_of_the_candidates(
+    prompt: list[int], completions: list[list[int]]
+) -> None:
+    sequences = [
+        TokenSequence(
+            (*prompt, *completion),
+            tuple(Target(len(prompt) + n - 1, token, 0.5, index) for n, token in enumerate(completion)),
+        )
+        for index, completion in enumerate(completions)
+    ]
+    branched = with_branches(sequences, 100)
+    if branched is None:
+        return
+    assert len(branched.tokens) <= 7 / 8 * sum(len(each.tokens) - 1 for each in sequences)
+    for part, sequence in zip(branched.split(), sequences, strict=True):
+        assert part.tokens == sequence.tokens[: len(part.tokens)]
+        assert part.targets == sequence.targets
 
 
 def test_prefixed_tokenizer_has_one_token_words(prefixed_tokenizer: Tokenizer) -> None:
