@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
@@ -79,6 +79,12 @@ class TokenSequence:
             moved = (replace(each, position=at) for each, at in zip(targets, shifted, strict=True))
             parts.append(TokenSequence(self.tokens[:common] + self.tokens[start:end], tuple(moved)))
         return tuple(parts)
+
+
+def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return the number of tokens that two texts begin with in common."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((index for index, (one, other) in pairs if one != other), min(len(first), len(second)))
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
     forward    the first chunk first; its keys and values are the past of later chunks
     backward   the last chunk first; gradients of the past's keys and values go to earlier chunks
 
-Recurrent states pass from each chunk to the next one, and their gradients to the previous one.
+Recurrent states pass from each chunk to the next one, and their gradients to the previous one. In the forward
+pass, chunks that rows have in common are computed once for each copy of the adapter.
 
 Memory grows with the length of a row alone: later chunks are shorter because their tokens have more attention
 scores. The past of a sliding window is the window. Keys and values that a block takes from another block
@@ -13,6 +14,7 @@ exist for all chunks.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -40,6 +42,21 @@ _GRAD_NAMES = {value: Port(value).gradient.name for value in (KEYS, VALUES)}
 _PAST_GRAD_NAMES = {KEYS: Port(PAST_KEYS).gradient.name, VALUES: Port(PAST_VALUES).gradient.name}
 
 
+@dataclass(frozen=True)
+class ComputedPrefix:
+    """Outputs of a block for another row, whose first tokens and adapter are those of a row.
+
+    Attributes:
+        outputs: outputs of `Chunks.forward` for the other row.
+        length: number of tokens of the other row.
+        tokens: number of tokens that both rows begin with.
+    """
+
+    outputs: Arrays
+    length: int
+    tokens: int
+
+
 class Chunks:
     """Runs blocks on one row in chunks, as `Blocks.run` does on rows that fit into a call.
 
@@ -51,13 +68,14 @@ class Chunks:
         self._blocks = blocks
         self._chain = blocks.chain
 
-    def forward(self, number: int, inputs: Arrays) -> Arrays:
+    def forward(self, number: int, inputs: Arrays, computed: ComputedPrefix | None = None) -> Arrays:
         """Compute the outputs of a block.
 
         Args:
             number: number of the block.
             inputs: `tokens` [1, 1, tokens] or `hidden_states` [1, 1, tokens, width], the adapter's matrices
                 [1, rank, width], and shared inputs in the shape of the hidden states.
+            computed: outputs of the block for a row that begins with the same tokens.
 
         Returns:
             `hidden_states` [1, tokens, width] and shared outputs, and what the backward pass needs: `keys`
@@ -78,7 +96,13 @@ class Chunks:
         adapter = {**self._frozen(number), **inputs}
         recurrent = self._initial_recurrent_states(number)
         recurrent_inputs: list[Arrays] = []
+        known_chunks = [] if recurrent or not computed else self._common_chunks(number, length, computed)
         for chunk in self._chunks(number, length):
+            if computed and chunk in known_chunks:
+                for name, full in (*outputs.items(), *own_keys.items()):
+                    lead, width = full.shape[:-2], full.shape[-1]
+                    full[..., chunk, :] = computed.outputs[name].reshape(*lead, -1, width)[..., chunk, :]
+                continue
             chunk_inputs = {**adapter, **self.extra_inputs(number, chunk, known), **recurrent}
             chunk_inputs |= {name: _cut(array, chunk) for name, array in shared_inputs.items()}
             chunk_inputs[entering_name] = entering[:, chunk]
@@ -219,6 +243,15 @@ class Chunks:
                         array[..., 0, :, :], self._blocks.heads(number).count
                     )
         return outputs
+
+    def _common_chunks(self, number: int, length: int, computed: ComputedPrefix) -> list[slice]:
+        """Return the chunks of a row that are the same chunks of the computed row."""
+        chunks = [*self._chunks(number, computed.length)]
+        return [
+            chunk
+            for chunk in self._chunks(number, length)
+            if chunk in chunks and chunk.stop <= computed.tokens
+        ]
 
     def _chunks(self, number: int, length: int) -> Iterator[slice]:
         mask = self._chain.causal_table(number)

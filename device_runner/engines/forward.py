@@ -16,13 +16,13 @@ import numpy as np
 from device_runner.engines.activations import ActivationStore, residual_outputs
 from device_runner.engines.batch import Arrays, Batch, tokens_of
 from device_runner.engines.blocks import Blocks
-from device_runner.engines.chunks import Chunks
+from device_runner.engines.chunks import Chunks, ComputedPrefix
 from device_runner.engines.experts import Experts
 from device_runner.engines.planning import copies_together, layout_groups, single_adapter_groups, slices
 from device_runner.engines.readouts import Readout
 from device_runner.engines.shared_values import SharedValues, concatenated, split
 from device_runner.engines.trunk_cache import TrunkCache
-from prge.engine import Array, Call, Directions, FloatArray, IntArray
+from prge.engine import Array, Call, Directions, FloatArray, IntArray, common_prefix
 from prge.formats.adapter import views
 from prge.formats.chain import SHARED_OUT, TABLE
 from prge.formats.signatures import BACKWARD, FORWARD, FORWARD_SAVE, JVP, KEYS, VALUES
@@ -167,11 +167,14 @@ class Forward:
             numbers: numbers of the blocks.
             store: saves what the backward pass needs, if there is one.
         """
+        prefixes = self._common_prefixes(parts) if role == FORWARD else {}
+        needed = {earlier for earlier, _ in prefixes.values()}
         for group in self.chain.block_groups(numbers):
             number = group.start
             if self.chain.is_expert(number):
                 self._run_experts(number, parts, store)
                 continue
+            computed: dict[int, Arrays] = {}
             for index, part in enumerate(parts):
                 residuals = store.residuals(number, index) if store else {}
                 if residuals:
@@ -181,7 +184,13 @@ class Forward:
                         name: array[None] for name, array in single_outputs.items() if name not in residuals
                     }
                 else:
-                    outputs = self.run(number, role, part)
+                    prefix = None
+                    if index in prefixes:
+                        earlier, tokens = prefixes[index]
+                        prefix = ComputedPrefix(computed[earlier], parts[earlier].length, tokens)
+                    outputs = self.run(number, role, part, computed=prefix)
+                if index in needed:
+                    computed[index] = {**outputs}
                 part.shared.take(number, outputs)
                 saved_names = (KEYS, VALUES, *self.chain.recurrent_states(number))
                 saved = {name: outputs.pop(name) for name in saved_names if name in outputs}
@@ -191,6 +200,24 @@ class Forward:
                     store.save(index, {**saved, "hidden_states": part.values["hidden_states"]})
                 self.release(part.values)
                 part.values = outputs
+
+    def _common_prefixes(self, parts: Sequence[Batch]) -> dict[int, tuple[int, int]]:
+        """Return an earlier part with the same adapter and the longest common prefix, and its tokens.
+
+        Only parts that are computed in chunks have one, by their numbers.
+        """
+        rows_before: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
+        prefixes: dict[int, tuple[int, int]] = {}
+        for index, part in enumerate(parts):
+            if self.in_chunks(part):
+                tokens = self.call.sequences[part.rows.item()].tokens
+                before = rows_before.setdefault(part.copy.item(), [])
+                common = [(common_prefix(tokens, others), earlier) for earlier, others in before]
+                longest, earlier = max(common, default=(0, 0))
+                if longest:
+                    prefixes[index] = earlier, longest
+                before.append((index, tokens))
+        return prefixes
 
     def _run_experts(self, number: int, parts: Sequence[Batch], store: ActivationStore | None) -> None:
         """Compute the experts of a layer for all parts at once, so that each expert is loaded once."""
@@ -216,17 +243,17 @@ class Forward:
         part: Batch,
         extra: Mapping[str, Array] = _NOTHING,
         into: Mapping[str, Array] = _NOTHING,
+        computed: ComputedPrefix | None = None,
     ) -> Arrays:
-        """Run a block on a part in a role; see `Blocks.run`."""
+        """Run a block on a part in a role; see `Blocks.run` and `Chunks.forward`."""
         inputs: Arrays = {**part.values, **part.extra_inputs, **part.shared.inputs(number), **extra}
         inputs |= self._adapter_inputs(number, role, part)
         if self.in_chunks(part):
-            run_chunks = {
-                FORWARD: self._chunks.forward,
-                JVP: self._chunks.jvp,
-                BACKWARD: self._chunks.backward,
-            }
-            outputs = run_chunks[role](number, inputs)
+            if role == FORWARD:
+                outputs = self._chunks.forward(number, inputs, computed)
+            else:
+                run_chunks = {JVP: self._chunks.jvp, BACKWARD: self._chunks.backward}
+                outputs = run_chunks[role](number, inputs)
         else:
             for index, table in enumerate(self.chain.blocks[number].tables):
                 inputs[f"{TABLE}{index}"] = self.blocks.tables.of(

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from prge.cli.bounds import bound_problems
 from prge.data.tokenization.inputs import check_token_ids, is_valid_unicode
 from prge.data.tokenization.tokenizer import Tokenizer
-from prge.engine import FloatArray
+from prge.engine import FloatArray, common_prefix
 from prge.errors import ConfigError, DataError, PrgeError, format_value
 from prge.formats.adapter import Adapter
 from prge.generation.drafts import PromptLookup
@@ -213,7 +213,7 @@ class _OpenSequence:
         """Return the length of the common prefix with another prompt, or 0 if the two may not share it."""
         if self.group != sharing.group:
             return 0
-        common = _common_prefix(self.tokens, tokens)
+        common = common_prefix(self.tokens, tokens)
         if not sharing.needs_answer or any(_repeats(answer, self.text) for answer in sharing.answers):
             return common
         completion_length = len(self.tokens) - self.prompt_length
@@ -551,9 +551,3 @@ def _repeats(text: str, completion: str) -> bool:
     text, completion = text.strip(), completion.strip()
     is_end = len(text) >= _REPEATED_CHARACTERS and completion.endswith(text)
     return text != "" and (text == completion or is_end)
-
-
-def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return the length of the common prefix of two sequences."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((index for index, (one, other) in pairs if one != other), min(len(first), len(second)))

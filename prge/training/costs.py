@@ -25,7 +25,7 @@ from prge.formats.signatures import BACKWARD, DECODE, FORWARD, FORWARD_SAVE, JVP
 from prge.model_spec import AdaptedModule, ModelSpec, matrices
 from prge.numerics.vocabulary_shards import count_shards
 from prge.objectives.examples import Example, sequences_of
-from prge.objectives.scoring import MAX_SCORING_TOKENS
+from prge.objectives.scoring import LONG_TOKENS, MAX_LONG_TOKENS, MAX_SCORING_TOKENS
 from prge.training.estimators.exact import MICROBATCH_TOKENS
 
 MIB = 1 << 20
@@ -114,7 +114,7 @@ class StepShape:
         if self.is_exact:
             most = MICROBATCH_TOKENS if self.is_separable else self.sequences * self.tokens
         elif self.copies == 1 and not self.queries:
-            most = MAX_SCORING_TOKENS
+            most = MAX_SCORING_TOKENS if self.tokens <= LONG_TOKENS else MAX_LONG_TOKENS
         else:
             most = MAX_HIDDEN_STATES // (self.copies * (1 + self.queries))
         return min(self.sequences * self.tokens, max(most, self.sequences_per_example * self.tokens))

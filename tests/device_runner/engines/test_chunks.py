@@ -89,6 +89,38 @@ def test_the_bits_depend_on_the_row_alone(folder: Path) -> None:
         assert bits(computed(other.engine, BACKWARD, call)) == whole
 
 
+@pytest.mark.parametrize("copies", [1, 2])
+def test_chunks_that_rows_have_in_common_are_computed_once_for_each_copy(
+    folder: Path, copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = open_bundle(folder / "bundle")
+    opened_engine = opened(bundle, FORWARD)
+    call = call_of(bundle.chain.model, 4, copies, lengths=[3 * CHUNK])
+    first, others = call.sequences[0], call.sequences[1:]
+    # Two, one and no chunks are those of the first row.
+    lengths = (2 * CHUNK, 2 * CHUNK - 1, 3)
+    sequences = [
+        replace(each, tokens=first.tokens[:count] + each.tokens[count:])
+        for each, count in zip(others, lengths, strict=True)
+    ]
+    call = replace(call, sequences=(first, *sequences))
+    runs = []
+    run = opened_engine.blocks.run
+
+    def counted(number: int, role: str, *inputs: Any) -> Any:
+        runs.append(role)
+        return run(number, role, *inputs)
+
+    monkeypatch.setattr(opened_engine.blocks, "run", counted)
+    alone = [opened_engine.engine.forward(replace(call, sequences=(each,))) for each in call.sequences]
+    separate_runs = runs.count(PREFILL)
+    runs.clear()
+    result = split(bundle.chain.model, call, opened_engine.engine.forward(call))
+    assert bits(result) == bits(alone)
+    trunk, adapted = bundle.chain.lowest_adapted, bundle.chain.head_start - bundle.chain.lowest_adapted
+    assert runs.count(PREFILL) == separate_runs - 3 * (trunk + copies * adapted)
+
+
 @pytest.mark.parametrize(("role", "of_chunks"), [(JVP, PREFILL_JVP), (BACKWARD, PREFILL_BACKWARD)])
 def test_a_bundle_without_a_role_for_chunks_accepts_only_short_rows_in_that_role(
     folder: Path, role: str, of_chunks: str
