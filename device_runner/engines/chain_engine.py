@@ -16,7 +16,7 @@ from device_runner.engines.base import CheckedEngine
 from device_runner.engines.batch import Batch
 from device_runner.engines.blocks import Blocks
 from device_runner.engines.forward import Forward
-from device_runner.engines.planning import micro_batches, slices
+from device_runner.engines.planning import slices
 from device_runner.engines.readouts import LogProbabilities, PooledStates, Readout
 from prge.engine import Call, Directions, FloatArray
 from prge.errors import EngineError
@@ -44,7 +44,7 @@ class ChainEngine(CheckedEngine):
     def _forward(self, call: Call) -> FloatArray:
         forward, readout = self._passes(call)
         outputs = readout.empty(len(call.adapters))
-        for numbers in micro_batches(forward.lengths, len(call.adapters)):
+        for numbers in forward.micro_batches(len(call.adapters)):
             parts = forward.with_copies(numbers, forward.trunk(numbers))
             forward.run_blocks(parts, FORWARD, self._above)
             readout.forward(parts, outputs)
@@ -55,7 +55,7 @@ class ChainEngine(CheckedEngine):
         forward, readout = self._passes(call)
         queries = len(next(iter(directions.values())))
         outputs, derivatives = readout.empty(), readout.empty(queries)
-        for numbers in micro_batches(forward.lengths, 1 + queries):
+        for numbers in forward.micro_batches(1 + queries):
             parts = forward.of_one_copy(numbers, forward.trunk(numbers))
             for query_slice in slices(queries, self._chain.bounds.queries):
                 directed = forward.with_directions(parts, directions, query_slice)

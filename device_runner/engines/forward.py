@@ -18,7 +18,13 @@ from device_runner.engines.batch import Arrays, Batch, tokens_of
 from device_runner.engines.blocks import Blocks
 from device_runner.engines.chunks import Chunks, ComputedPrefix
 from device_runner.engines.experts import Experts
-from device_runner.engines.planning import copies_together, layout_groups, single_adapter_groups, slices
+from device_runner.engines.planning import (
+    copies_together,
+    layout_groups,
+    micro_batches,
+    single_adapter_groups,
+    slices,
+)
 from device_runner.engines.readouts import Readout
 from device_runner.engines.shared_values import SharedValues, concatenated, split
 from device_runner.engines.trunk_cache import TrunkCache
@@ -64,6 +70,10 @@ class Forward:
         return Experts(self.blocks)
 
     # Parts of a call before the lowest adapted block
+
+    def micro_batches(self, passes: int) -> Iterator[IntArray]:
+        """Yield the numbers of sequences whose hidden states are held at once; see planning.py."""
+        return micro_batches(self.call.sequences, self.lengths, passes, self.chain.bounds)
 
     def with_copies(self, numbers: IntArray, trunk: Trunk) -> list[Batch]:
         """Return parts of some sequences with every copy of the adapter."""

@@ -20,7 +20,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from prge.engine import MAX_HIDDEN_STATES, Array, IntArray
+from prge.engine import MAX_HIDDEN_STATES, Array, IntArray, TokenSequence
 from prge.formats.chain import MIN_TOKENS, Bounds
 
 # Sequences are padded to multiples of this, so that more of them have the same length.
@@ -37,16 +37,24 @@ def padded_length(tokens: int, bounds: Bounds) -> int:
     return min(max(MIN_TOKENS, -(-tokens // _MULTIPLE) * _MULTIPLE), bounds.chunk)
 
 
-def micro_batches(lengths: IntArray, passes: int) -> Iterator[IntArray]:
+def micro_batches(
+    sequences: Sequence[TokenSequence], lengths: IntArray, passes: int, bounds: Bounds
+) -> Iterator[IntArray]:
     """Yield the numbers of sequences, one at least, whose hidden states are held at once; shorter ones first.
 
+    Sequences that are computed in chunks are in order of their tokens: they may have chunks in common.
+
     Args:
+        sequences: the sequences.
         lengths: padded lengths of the sequences, i64 [sequences].
         passes: copies of the adapter, or 1 + the number of directions.
+        bounds: bounds of a call.
     """
     chosen: list[int] = []
     held_states = 0
-    for number in np.argsort(lengths, kind="stable").tolist():
+    order = np.argsort(lengths, kind="stable").tolist()
+    whole = int((lengths <= bounds.chunk).sum())
+    for number in (*order[:whole], *sorted(order[whole:], key=lambda each: sequences[each].tokens)):
         states = int(lengths[number]) * passes
         if chosen and held_states + states > MAX_HIDDEN_STATES:
             yield np.array(chosen, np.int64)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -84,11 +83,11 @@ def ways_of(case: str, bundle: Bundle, rows: Sequence[Row]) -> dict[str, Way]:
 
 
 def chosen_rows(case: str, folder: Path, count: int) -> list[Row]:
-    """Return the first rows of a task; of MultiRC those about the paragraph with the most rows."""
-    rows = [*read_rows(folder / case / "test.jsonl")]
+    """Return the first rows of a task; of MultiRC, rows about the first paragraphs, one after the other."""
+    rows = read_rows(folder / case / "test.jsonl")
     if case == "multirc":
-        ((paragraph, _),) = Counter(row.fields["paragraph"] for row in rows).most_common(1)
-        rows = [row for row in rows if row.fields["paragraph"] == paragraph]
+        paragraphs = [*dict.fromkeys(row.fields["paragraph"] for row in rows)]
+        rows.sort(key=lambda row: paragraphs.index(row.fields["paragraph"]))
     return rows[:count]
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from device_runner.engines.forward import Forward
 from prge.engine import Call
 from prge.errors import BundleError, EngineError
 from prge.formats import chain
@@ -119,6 +120,16 @@ def test_chunks_that_rows_have_in_common_are_computed_once_for_each_copy(
     assert bits(result) == bits(alone)
     trunk, adapted = bundle.chain.lowest_adapted, bundle.chain.head_start - bundle.chain.lowest_adapted
     assert runs.count(PREFILL) == separate_runs - 3 * (trunk + copies * adapted)
+
+
+def test_chunks_in_common_change_no_gradient(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle = open_bundle(folder / "bundle")
+    first, second = call_of(bundle.chain.model, 2, lengths=[3 * CHUNK]).sequences
+    call = replace(calls_of(bundle, 1), sequences=(first, replace(second, tokens=first.tokens[:-1] + (5,))))
+    engine = opened(bundle, BACKWARD).engine
+    result = bits(computed(engine, BACKWARD, call))
+    monkeypatch.setattr(Forward, "_common_prefixes", lambda self, parts: {})
+    assert bits(computed(engine, BACKWARD, call)) == result
 
 
 @pytest.mark.parametrize(("role", "of_chunks"), [(JVP, PREFILL_JVP), (BACKWARD, PREFILL_BACKWARD)])

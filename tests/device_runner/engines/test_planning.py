@@ -17,7 +17,7 @@ from device_runner.engines.planning import (
     single_adapter_groups,
     slices,
 )
-from prge.engine import MAX_HIDDEN_STATES, IntArray
+from prge.engine import MAX_HIDDEN_STATES, IntArray, TokenSequence
 from prge.formats.chain import Bounds
 
 BOUNDS = Bounds(copies=3, batch=4, tokens=300, chunk=100)
@@ -58,9 +58,15 @@ def test_a_program_for_few_tokens_gets_no_more() -> None:
 @given(COUNTS, st.integers(1, 400))
 def test_every_sequence_is_in_one_micro_batch_shorter_ones_first(counts: list[int], passes: int) -> None:
     lengths = lengths_of(counts)
-    result = [*micro_batches(lengths, passes)]
+    sequences = [TokenSequence((count % 7,) * count) for count in counts]
+    result = [*micro_batches(sequences, lengths, passes, BOUNDS)]
     order = np.concatenate(result).tolist()
-    assert order == sorted(range(len(counts)), key=lambda number: int(lengths[number]))
+    whole = [number for number in order if lengths[number] <= BOUNDS.chunk]
+    chunked = order[len(whole) :]
+    assert order == [
+        *sorted(whole, key=lambda number: (int(lengths[number]), number)),
+        *sorted(chunked, key=lambda number: (sequences[number].tokens, number)),
+    ]
     states = [int(lengths[numbers].sum()) * passes for numbers in result]
     for numbers, held, following in zip(result, states, [*result[1:], None], strict=True):
         assert len(numbers) == 1 or held <= MAX_HIDDEN_STATES
