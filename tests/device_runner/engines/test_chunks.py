@@ -125,7 +125,7 @@ def test_chunks_that_rows_have_in_common_are_computed_once_for_each_copy(
 def test_chunks_in_common_change_no_gradient(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bundle = open_bundle(folder / "bundle")
     first, second = call_of(bundle.chain.model, 2, lengths=[3 * CHUNK]).sequences
-    call = replace(calls_of(bundle, 1), sequences=(first, replace(second, tokens=first.tokens[:-1] + (5,))))
+    call = replace(calls_of(bundle, 1), sequences=(first, replace(second, tokens=(*first.tokens[:-1], 5))))
     engine = opened(bundle, BACKWARD).engine
     result = bits(computed(engine, BACKWARD, call))
     monkeypatch.setattr(Forward, "_common_prefixes", lambda self, parts: {})
