@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from prge.engine import Call, Float64Array, FloatArray, ForwardEngine, common_prefix
+from prge.engine import Call, Float64Array, FloatArray, ForwardEngine
 from prge.formats.adapter import Adapter
 from prge.objectives.classification_head import Classifier
 from prge.objectives.examples import Example, microbatches, sequences_of, weights_of
@@ -17,9 +17,9 @@ from prge.objectives.objective import CROSS_ENTROPY, Loss, Objective
 
 # Maximum number of tokens in a call that scores examples, so that scoring needs no more memory than a step.
 MAX_SCORING_TOKENS = 512
-# Minimum number of tokens of sequences whose common prefix an engine may compute once. A call counts their
-# common prefix once, and they have at most MAX_LONG_TOKENS together.
-LONG_TOKENS, MAX_LONG_TOKENS = 256, 4 * MAX_SCORING_TOKENS
+# Engines may compute the common tokens of longer sequences once. A call has more of them, which need less
+# memory than an exact step's checkpoints of all blocks.
+LONG_TOKENS, MAX_LONG_TOKENS = 256, 8 * MAX_SCORING_TOKENS
 
 
 # The index of an example, and the example with one of its sequences.
@@ -124,35 +124,16 @@ def _outputs(
     short = [pair for pair in single if len(_tokens(pair)) <= LONG_TOKENS]
     short.sort(key=lambda pair: len(_tokens(pair)), reverse=True)
     done = 0
-    for batch in (*_long_batches(long), *_short_batches(short)):
-        outputs = engine.forward(Call(sequences_of([each for _, each in batch]), adapter.values[None]))
-        yield batch, outputs
-        done += len(batch)
-        on_progress(done)
+    for pairs, limit in ((long, MAX_LONG_TOKENS), (short, MAX_SCORING_TOKENS)):
+        start = 0
+        for batch in microbatches([example for _, example in pairs], limit):
+            outputs = engine.forward(Call(sequences_of(batch), adapter.values[None]))
+            yield pairs[start : start + len(batch)], outputs
+            start += len(batch)
+            on_progress(done + start)
+        done += start
 
 
 def _tokens(pair: IndexedExample) -> tuple[int, ...]:
     """Return the tokens of an example with one sequence."""
     return pair[1].sequences[0].tokens
-
-
-def _long_batches(pairs: Sequence[IndexedExample]) -> Iterator[list[IndexedExample]]:
-    batch: list[IndexedExample] = []
-    held = distinct = 0
-    for pair in pairs:
-        tokens = _tokens(pair)
-        new = len(tokens) - (common_prefix(_tokens(batch[-1]), tokens) if batch else 0)
-        if batch and (distinct + new > MAX_SCORING_TOKENS or held + len(tokens) > MAX_LONG_TOKENS):
-            yield batch
-            batch, held, distinct, new = [], 0, 0, len(tokens)
-        batch.append(pair)
-        held, distinct = held + len(tokens), distinct + new
-    if batch:
-        yield batch
-
-
-def _short_batches(pairs: Sequence[IndexedExample]) -> Iterator[list[IndexedExample]]:
-    done = 0
-    for batch in microbatches([example for _, example in pairs], MAX_SCORING_TOKENS):
-        yield [*pairs[done : done + len(batch)]]
-        done += len(batch)
