@@ -44,10 +44,14 @@ class ChainEngine(CheckedEngine):
     def _forward(self, call: Call) -> FloatArray:
         forward, readout = self._passes(call)
         outputs = readout.empty(len(call.adapters))
-        for numbers in forward.micro_batches(len(call.adapters)):
-            parts = forward.with_copies(numbers, forward.trunk(numbers))
-            forward.run_blocks(parts, FORWARD, self._above)
-            readout.forward(parts, outputs)
+        # Sequences in chunks are computed with one copy at a time. So more of them are held, together with the
+        # states that enter the lowest adapted block.
+        for numbers in forward.micro_batches(len(call.adapters), chunk_passes=2):
+            trunk = forward.trunk(numbers)
+            for copies in forward.copies_together(numbers):
+                parts = forward.with_copies(numbers, trunk, copies)
+                forward.run_blocks(parts, FORWARD, self._above)
+                readout.forward(parts, outputs)
         return outputs
 
     def _jvp(self, call: Call, directions: Directions) -> tuple[FloatArray, FloatArray]:

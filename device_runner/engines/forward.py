@@ -71,14 +71,22 @@ class Forward:
 
     # Parts of a call before the lowest adapted block
 
-    def micro_batches(self, passes: int) -> Iterator[IntArray]:
+    def micro_batches(self, passes: int, chunk_passes: int | None = None) -> Iterator[IntArray]:
         """Yield the numbers of sequences whose hidden states are held at once; see planning.py."""
-        return micro_batches(self.call.sequences, self.lengths, passes, self.chain.bounds)
+        bounds = self.chain.bounds
+        return micro_batches(
+            self.call.sequences, self.lengths, bounds, passes=passes, chunk_passes=chunk_passes
+        )
 
-    def with_copies(self, numbers: IntArray, trunk: Trunk) -> list[Batch]:
-        """Return parts of some sequences with every copy of the adapter."""
-        bounds, copies = self.chain.bounds, len(self.call.adapters)
-        if copies == 1:
+    def copies_together(self, numbers: IntArray) -> Iterator[slice]:
+        """Yield the copies of the adapter whose parts of a micro-batch pass the blocks together."""
+        copies, is_in_chunks = len(self.call.adapters), self.lengths[numbers[0]] > self.chain.bounds.chunk
+        return slices(copies, 1 if is_in_chunks else copies)
+
+    def with_copies(self, numbers: IntArray, trunk: Trunk, copies: slice) -> list[Batch]:
+        """Return parts of some sequences with some copies of the adapter."""
+        bounds = self.chain.bounds
+        if len(self.call.adapters) == 1:
             groups = single_adapter_groups(numbers, self._layouts, bounds)
             return [self._part(rows, np.zeros(len(rows), np.int64), trunk) for rows in groups]
         return [
@@ -88,7 +96,9 @@ class Forward:
                 trunk,
             )
             for rows in layout_groups(numbers, self._layouts, bounds)
-            for copy_slice in slices(copies, copies_together(int(self.lengths[rows[0]]), bounds))
+            for copy_slice in slices(
+                copies.stop, copies_together(int(self.lengths[rows[0]]), bounds), copies.start
+            )
         ]
 
     def of_one_copy(self, numbers: IntArray, trunk: Trunk) -> list[Batch]:

@@ -38,30 +38,44 @@ def padded_length(tokens: int, bounds: Bounds) -> int:
 
 
 def micro_batches(
-    sequences: Sequence[TokenSequence], lengths: IntArray, passes: int, bounds: Bounds
+    sequences: Sequence[TokenSequence],
+    lengths: IntArray,
+    bounds: Bounds,
+    *,
+    passes: int,
+    chunk_passes: int | None = None,
 ) -> Iterator[IntArray]:
-    """Yield the numbers of sequences, one at least, whose hidden states are held at once; shorter ones first.
+    """Yield the numbers of sequences whose hidden states are held at once; shorter ones first.
 
-    Sequences that are computed in chunks are in order of their tokens: they may have chunks in common.
+    Sequences that are computed in chunks are in batches of their own, and in order of their tokens, because
+    they may have chunks in common.
 
     Args:
         sequences: the sequences.
         lengths: padded lengths of the sequences, i64 [sequences].
-        passes: copies of the adapter, or 1 + the number of directions.
         bounds: bounds of a call.
+        passes: copies of the adapter, or 1 + the number of directions.
+        chunk_passes: the same for sequences that are computed in chunks; default: `passes`.
     """
+    order = np.argsort(lengths, kind="stable").tolist()
+    count = int((lengths <= bounds.chunk).sum())
+    in_chunks = sorted(order[count:], key=lambda number: sequences[number].tokens)
+    yield from _batches_of(order[:count], lengths, passes)
+    yield from _batches_of(in_chunks, lengths, passes if chunk_passes is None else chunk_passes)
+
+
+def _batches_of(order: Sequence[int], lengths: IntArray, passes: int) -> Iterator[IntArray]:
     chosen: list[int] = []
     held_states = 0
-    order = np.argsort(lengths, kind="stable").tolist()
-    whole = int((lengths <= bounds.chunk).sum())
-    for number in (*order[:whole], *sorted(order[whole:], key=lambda each: sequences[each].tokens)):
+    for number in order:
         states = int(lengths[number]) * passes
         if chosen and held_states + states > MAX_HIDDEN_STATES:
             yield np.array(chosen, np.int64)
             chosen, held_states = [], 0
         chosen.append(number)
         held_states += states
-    yield np.array(chosen, np.int64)
+    if chosen:
+        yield np.array(chosen, np.int64)
 
 
 @dataclass(frozen=True, order=True)

@@ -59,7 +59,7 @@ def test_a_program_for_few_tokens_gets_no_more() -> None:
 def test_every_sequence_is_in_one_micro_batch_shorter_ones_first(counts: list[int], passes: int) -> None:
     lengths = lengths_of(counts)
     sequences = [TokenSequence((count % 7,) * count) for count in counts]
-    result = [*micro_batches(sequences, lengths, passes, BOUNDS)]
+    result = [*micro_batches(sequences, lengths, BOUNDS, passes=passes, chunk_passes=2)]
     order = np.concatenate(result).tolist()
     whole = [number for number in order if lengths[number] <= BOUNDS.chunk]
     chunked = order[len(whole) :]
@@ -67,10 +67,14 @@ def test_every_sequence_is_in_one_micro_batch_shorter_ones_first(counts: list[in
         *sorted(whole, key=lambda number: (int(lengths[number]), number)),
         *sorted(chunked, key=lambda number: (sequences[number].tokens, number)),
     ]
-    states = [int(lengths[numbers].sum()) * passes for numbers in result]
-    for numbers, held, following in zip(result, states, [*result[1:], None], strict=True):
+    for numbers, following in zip(result, [*result[1:], None], strict=True):
+        are_whole = [bool(length <= BOUNDS.chunk) for length in lengths[numbers]]
+        assert len({*are_whole}) == 1
+        each = passes if are_whole[0] else 2
+        held = int(lengths[numbers].sum()) * each
         assert len(numbers) == 1 or held <= MAX_HIDDEN_STATES
-        assert following is None or held + int(lengths[following[0]]) * passes > MAX_HIDDEN_STATES
+        if following is not None and (lengths[following[0]] <= BOUNDS.chunk) == are_whole[0]:
+            assert held + int(lengths[following[0]]) * each > MAX_HIDDEN_STATES
 
 
 @given(COUNTS, st.data())
