@@ -56,7 +56,8 @@ class _Step:
 
     Attributes:
         masks: attention mask f32 [rows x heads, 1, 1 + capacity] by window and number of heads.
-        key_values: caches of keys and values, each with the step's own, f32 [rows, heads, width].
+        key_values: for each row, its caches of keys and values [1 + capacity, heads, width], each with the
+            token's own, f32 [heads, width].
         float16_caches: by block, the float16 caches that it reads, each with its float32 copy.
         in_float32: the float32 arrays, which blocks share.
         recurrent: arrays of recurrent states, each with the states after the step.
@@ -66,13 +67,21 @@ class _Step:
     tokens: Array
     tables: dict[int, Array]
     shards: FloatArray
-    logits: FloatArray
     compute: Callable[[], None] = field(init=False)
     masks: dict[tuple[int | None, int], FloatArray] = field(default_factory=dict)
-    key_values: list[tuple[Array, FloatArray]] = field(default_factory=list)
+    key_values: list[list[tuple[Array, FloatArray]]] = field(init=False)
     float16_caches: dict[int, list[tuple[Array, FloatArray]]] = field(default_factory=dict)
     in_float32: dict[tuple[str, tuple[int, ...]], FloatArray] = field(default_factory=dict)
     recurrent: list[tuple[FloatArray, FloatArray]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.key_values = [[] for _ in self.sequences]
+
+    def store_in(self, cache: Array, new_values: FloatArray) -> None:
+        """Store the tokens' own keys or values, f32 [rows, heads, width], in their cache after each step."""
+        # Views are made once: making them takes most of the time of a small assignment.
+        for row, pairs in enumerate(self.key_values):
+            pairs.append((cache[row].swapaxes(0, 1), new_values[row]))
 
 
 class ChainGenerationEngine:
@@ -218,16 +227,15 @@ class ChainGenerationEngine:
             _write_mask(seen.reshape(len(lengths), -1, seen.shape[-1]), lengths, window)
             seen[..., 0] = 0
         step.compute()
-        for cache, new_values in step.key_values:
-            for row, length in enumerate(lengths):
-                cache[row, :, 1 + length] = new_values[row]
+        for length, pairs in zip(lengths, step.key_values, strict=True):
+            position = 1 + length
+            for cache, new_values in pairs:
+                cache[position] = new_values
         for cache, new_values in step.recurrent:
             cache[: len(lengths)] = new_values
-        if len(step.shards) > 1:
-            np.concatenate(step.shards[:, :, 0], axis=1, out=step.logits)
         for sequence in tokens:
             self._sequences[sequence].length += 1
-        return {sequence: step.logits[row].copy() for row, sequence in enumerate(tokens)}
+        return dict(zip(tokens, np.concatenate(step.shards[:, :, 0], axis=1), strict=True))
 
     def _lora_a(self, adapter: Adapter) -> Mapping[str, FloatArray]:
         return self._blocks.lora_a if adapter.lora_a is None else adapter.lora_a
@@ -306,8 +314,7 @@ class ChainGenerationEngine:
         """Allocate the arrays of decode steps of some sequences and bind the methods to them."""
         chain, rows = self._chain, len(sequences)
         shards = np.empty((len(chain.blocks) - chain.head_start, rows, 1, chain.shard_size), np.float32)
-        logits = np.empty((rows, chain.vocabulary_size), np.float32) if len(shards) > 1 else shards[0, :, 0]
-        step = _Step(sequences, np.zeros((rows, 1), np.int64), {}, shards, logits)
+        step = _Step(sequences, np.zeros((rows, 1), np.int64), {}, shards)
         calls: dict[int, tuple[list[Array], list[Array]] | Callable[[], None]] = {}
         state: Array = step.tokens
         values: dict[int, FloatArray] = {}
@@ -382,7 +389,7 @@ class ChainGenerationEngine:
         if not self._chain.blocks[number].past:
             for name, width in ((KEYS, heads.key_width), (VALUES, heads.value_width)):
                 outputs[name] = np.empty((rows, heads.count, width), np.float32)
-                step.key_values.append((caches[name], outputs[name]))
+                step.store_in(caches[name], outputs[name])
         return outputs
 
     def _past(self, step: _Step, number: int, name: str, cache: Array) -> FloatArray:
@@ -406,7 +413,7 @@ class ChainGenerationEngine:
             width = self._blocks.shared_width(value)
             outputs[f"{SHARED_OUT}{index}"] = values[value] = np.empty((rows, 1, width), np.float32)
             if (cache := self._caches.get((SHARED_IN, value))) is not None:
-                step.key_values.append((cache, values[value].reshape(rows, cache.shape[1], -1)))
+                step.store_in(cache, values[value].reshape(rows, cache.shape[1], -1))
         return outputs
 
     def _run_experts(self, number: int, state: FloatArray, next_state: FloatArray) -> None:
