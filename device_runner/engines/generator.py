@@ -20,12 +20,13 @@ from functools import partial
 import numpy as np
 
 from device_runner.engines.backend import choose_backend
+from device_runner.engines.base import BoundCall, Store
 from device_runner.engines.blocks import Blocks
 from device_runner.engines.chunks import Chunks, by_heads
 from device_runner.engines.experts import Experts
 from device_runner.engines.shared_values import SharedValues
 from device_runner.engines.trunk_cache import Precision
-from prge.engine import Array, EngineName, FloatArray
+from prge.engine import Array, EngineName, FloatArray, IntArray
 from prge.errors import BundleError, EngineError
 from prge.formats.adapter import Adapter
 from prge.formats.bundle import Bundle
@@ -36,8 +37,8 @@ from prge.formats.signatures import DECODE, KEYS, OWN_MASK, PAST_KEYS, PAST_MASK
 # Tokens of one prefill call: more tokens aren't faster, and their attention scores with all past tokens take
 # memory.
 _CHUNK, CHUNK_OF_LONG, LONG = 128, 64, 512
-# Arrays grow on demand to a multiple of this number of tokens.
-GROWTH = 128
+# Arrays grow on demand, by at least this number of tokens and this share of their tokens.
+GROWTH, _GROWTH_SHARE = 64, 32
 
 
 @dataclass
@@ -56,8 +57,8 @@ class _Step:
 
     Attributes:
         masks: attention mask f32 [rows x heads, 1, 1 + capacity] by window and number of heads.
-        key_values: for each row, its caches of keys and values [1 + capacity, heads, width], each with the
-            token's own, f32 [heads, width].
+        positions: position of each row's token in the caches, i64 [rows].
+        stores: by block, the copies of its keys and values into their caches.
         float16_caches: by block, the float16 caches that it reads, each with its float32 copy.
         in_float32: the float32 arrays, which blocks share.
         recurrent: arrays of recurrent states, each with the states after the step.
@@ -65,23 +66,19 @@ class _Step:
 
     sequences: list[int]
     tokens: Array
+    positions: IntArray
     tables: dict[int, Array]
     shards: FloatArray
     compute: Callable[[], None] = field(init=False)
     masks: dict[tuple[int | None, int], FloatArray] = field(default_factory=dict)
-    key_values: list[list[tuple[Array, FloatArray]]] = field(init=False)
+    stores: dict[int, list[Store]] = field(default_factory=dict)
     float16_caches: dict[int, list[tuple[Array, FloatArray]]] = field(default_factory=dict)
     in_float32: dict[tuple[str, tuple[int, ...]], FloatArray] = field(default_factory=dict)
     recurrent: list[tuple[FloatArray, FloatArray]] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self.key_values = [[] for _ in self.sequences]
-
-    def store_in(self, cache: Array, new_values: FloatArray) -> None:
-        """Store the tokens' own keys or values, f32 [rows, heads, width], in their cache after each step."""
-        # Views are made once: making them takes most of the time of a small assignment.
-        for row, pairs in enumerate(self.key_values):
-            pairs.append((cache[row].swapaxes(0, 1), new_values[row]))
+    def store(self, number: int, values: FloatArray, cache: Array) -> None:
+        """Copy keys or values f32 [rows, heads, width] of a block into their cache after each of its runs."""
+        self.stores.setdefault(number, []).append(Store(values, cache, self.positions))
 
 
 class ChainGenerationEngine:
@@ -226,11 +223,8 @@ class ChainGenerationEngine:
         for (window, _), seen in step.masks.items():
             _write_mask(seen.reshape(len(lengths), -1, seen.shape[-1]), lengths, window)
             seen[..., 0] = 0
+        step.positions[:] = [1 + length for length in lengths]
         step.compute()
-        for length, pairs in zip(lengths, step.key_values, strict=True):
-            position = 1 + length
-            for cache, new_values in pairs:
-                cache[position] = new_values
         for cache, new_values in step.recurrent:
             cache[: len(lengths)] = new_values
         for sequence in tokens:
@@ -253,7 +247,8 @@ class ChainGenerationEngine:
         if length <= self._capacity:
             return
         # A step reads the whole array, so growing it in small steps takes less time in spite of the copies.
-        self._capacity = min(-(-length // GROWTH) * GROWTH, self._context)
+        growth = max(GROWTH, length // _GROWTH_SHARE)
+        self._capacity = min(-(-length // growth) * growth, self._context)
         for number in range(self._chain.head_start):
             if number not in self._recurrent:
                 shapes = self._blocks.recurrent_states(number).items()
@@ -314,8 +309,8 @@ class ChainGenerationEngine:
         """Allocate the arrays of decode steps of some sequences and bind the methods to them."""
         chain, rows = self._chain, len(sequences)
         shards = np.empty((len(chain.blocks) - chain.head_start, rows, 1, chain.shard_size), np.float32)
-        step = _Step(sequences, np.zeros((rows, 1), np.int64), {}, shards)
-        calls: dict[int, tuple[list[Array], list[Array]] | Callable[[], None]] = {}
+        step = _Step(sequences, np.zeros((rows, 1), np.int64), np.zeros(rows, np.int64), {}, shards)
+        calls: dict[int, BoundCall | Callable[[], None]] = {}
         state: Array = step.tokens
         values: dict[int, FloatArray] = {}
         for number in (group.start for group in chain.block_groups(range(len(chain.blocks)))):
@@ -335,9 +330,10 @@ class ChainGenerationEngine:
             else:
                 outputs["logits"] = shards[number - chain.head_start]
             interface = self._blocks.interface(number, DECODE)
-            calls[number] = (
+            calls[number] = BoundCall(
                 [inputs[name] for name in interface.inputs],
                 [outputs[name] for name in interface.outputs],
+                step.stores.get(number, ()),
             )
         restore = partial(self._copy_to_float32, step) if step.float16_caches else None
         step.compute = self._blocks.bind_calls(DECODE, calls, restore)
@@ -389,7 +385,7 @@ class ChainGenerationEngine:
         if not self._chain.blocks[number].past:
             for name, width in ((KEYS, heads.key_width), (VALUES, heads.value_width)):
                 outputs[name] = np.empty((rows, heads.count, width), np.float32)
-                step.store_in(caches[name], outputs[name])
+                step.store(number, outputs[name], caches[name])
         return outputs
 
     def _past(self, step: _Step, number: int, name: str, cache: Array) -> FloatArray:
@@ -413,7 +409,7 @@ class ChainGenerationEngine:
             width = self._blocks.shared_width(value)
             outputs[f"{SHARED_OUT}{index}"] = values[value] = np.empty((rows, 1, width), np.float32)
             if (cache := self._caches.get((SHARED_IN, value))) is not None:
-                step.store_in(cache, values[value].reshape(rows, cache.shape[1], -1))
+                step.store(number, values[value].reshape(rows, cache.shape[1], -1), cache)
         return outputs
 
     def _run_experts(self, number: int, state: FloatArray, next_state: FloatArray) -> None:
