@@ -5,10 +5,11 @@
 
 Keys and values of all tokens are in arrays of the host, which the engine reads without a copy: for every
 block [slots, heads, 1 + capacity, width]. The sequences of a step occupy the first slots. Methods that run at
-every step are bound to their arrays once. Position 0 of a slot stays zero: it stands for the token of the
-current step. float16 keys and values become float32 block by block, in two arrays that all blocks share. Keys
-and values that several blocks take from one block are stored once. Recurrent states have a fixed size per
-slot and can't return to an earlier token.
+every step are bound to their arrays once. Right after each block, the keys and values of its tokens are
+copied into the arrays. Position 0 of a slot stays zero: it stands for the token of the current step. float16
+keys and values become float32 block by block, in two arrays that all blocks share. Keys and values that
+several blocks take from one block are stored once. Recurrent states have a fixed size per slot and can't
+return to an earlier token.
 """
 
 from __future__ import annotations
