@@ -247,6 +247,7 @@ class ChainGenerationEngine:
             )
         if length <= self._capacity:
             return
+        self._step = None  # it refers to the arrays, which are replaced one by one
         # A step reads the whole array, so growing it in small steps takes less time in spite of the copies.
         growth = max(GROWTH, length // _GROWTH_SHARE)
         self._capacity = min(-(-length // growth) * growth, self._context)
@@ -263,7 +264,6 @@ class ChainGenerationEngine:
                     self._caches[key] = np.zeros(shape, self._dtype)
                     if cache is not None:
                         self._caches[key][:, :, : cache.shape[2]] = cache
-        self._step = None
 
     def _cache_keys(self, number: int) -> list[tuple[str, _Key]]:
         """Return the names of a block's keys and values, each with its key in the caches."""
