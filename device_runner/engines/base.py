@@ -9,12 +9,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
 from device_runner.engines.errors import explain, ran_out_of_memory
-from prge.engine import Call, Directions, FloatArray, GradFn
+from prge.engine import Array, Call, Directions, FloatArray, GradFn, IntArray
 from prge.errors import EngineError
 from prge.formats.adapter import adapter_size
 from prge.formats.chain import TensorSpec
@@ -49,6 +51,46 @@ class MethodMeta:
 
     inputs: Tensors
     outputs: Tensors
+
+
+@dataclass(frozen=True)
+class Store:
+    """A copy of a call's output into a cache, one position for each row, after the call.
+
+    Attributes:
+        values: the output, contiguous [rows, heads, width].
+        cache: contiguous [at least as many rows, heads, capacity, width], of any float dtype.
+        positions: i64 [rows], less than the capacity; read at the time of the copy.
+    """
+
+    values: FloatArray
+    cache: Array
+    positions: IntArray
+
+    @cached_property
+    def _rows(self) -> list[tuple[Array, FloatArray]]:
+        # Making views takes most of the time of a small copy.
+        return [(cache.swapaxes(0, 1), own) for cache, own in zip(self.cache, self.values, strict=False)]
+
+    def run(self) -> None:
+        """Copy the output's current content."""
+        for position, (cache, own) in zip(self.positions.tolist(), self._rows, strict=True):
+            cache[position] = own
+
+
+@dataclass(frozen=True)
+class BoundCall:
+    """The arrays of a call that runs repeatedly; see `run` of a method."""
+
+    inputs: Sequence[Array]
+    outputs: Sequence[Array]
+    stores: Sequence[Store] = ()
+
+    def run(self, method: Any) -> None:
+        """Run a method of any engine with the current contents of the arrays."""
+        method.run(self.inputs, self.outputs)
+        for store in self.stores:
+            store.run()
 
 
 class CheckedEngine(ABC):

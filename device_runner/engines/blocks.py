@@ -9,7 +9,7 @@ import contextlib
 import math
 import mmap
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from types import MappingProxyType
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from device_runner.engines.backend import Backend
+from device_runner.engines.base import BoundCall
 from device_runner.engines.child_check import check_in_child
 from device_runner.engines.errors import EngineRefusalError, captured_stderr, load_error, program_mismatch
 from device_runner.engines.packed_files import HashedFile, PackedFiles
@@ -198,31 +199,32 @@ class Blocks:
     def bind_calls(
         self,
         role: str,
-        calls: Mapping[int, tuple[Sequence[Array], Sequence[Array]] | Callable[[], None]],
+        calls: Mapping[int, BoundCall | Callable[[], None]],
         before: Callable[[int], None] | None = None,
     ) -> Callable[[], None]:
         """Return a function that runs a role of several blocks on the current contents of fixed arrays.
 
         Args:
-            calls: for each block number, in order, contiguous inputs and outputs in the order of the method,
-                or a function to call instead.
-            before: called with each block's number before the block runs; may fill its inputs.
+            calls: for each block number, in order, the arrays of its call in the order of the method, or a
+                function to call instead.
+            before: called with each block's number before the block runs; may fill its inputs. Without it,
+                the caches of `stores` must be float32.
 
         Raises:
             EngineRefusalError: an array doesn't fit the method. The function raises it if the engine fails.
         """
-        if self._max_loaded is None and before is None and not any(map(callable, calls.values())):
-            bound: Any = calls
-            return self._runtime.bind_calls([(self.method(n, role), *each) for n, each in bound.items()])
+        bound = [(number, each) for number, each in calls.items() if isinstance(each, BoundCall)]
+        if self._max_loaded is None and before is None and len(bound) == len(calls):
+            return self._runtime.bind_calls([(self.method(number, role), each) for number, each in bound])
 
         def compute() -> None:
             for number, each in calls.items():
                 if before is not None:
                     before(number)
-                if callable(each):
-                    each()
+                if isinstance(each, BoundCall):
+                    each.run(self.method(number, role))
                 else:
-                    self.method(number, role).run(*each)
+                    each()
 
         return compute
 

@@ -44,8 +44,8 @@ class ChainEngine(CheckedEngine):
     def _forward(self, call: Call) -> FloatArray:
         forward, readout = self._passes(call)
         outputs = readout.empty(len(call.adapters))
-        # Sequences in chunks are computed with one copy at a time. So more of them are held, together with the
-        # states that enter the lowest adapted block.
+        # Sequences in chunks are computed with one copy at a time. So more of them are held, and the states
+        # that enter the lowest adapted block with them.
         for numbers in forward.micro_batches(len(call.adapters), chunk_passes=2):
             trunk = forward.trunk(numbers)
             for copies in forward.copies_together(numbers):

@@ -5,10 +5,11 @@
 
 Keys and values of all tokens are in arrays of the host, which the engine reads without a copy: for every
 block [slots, heads, 1 + capacity, width]. The sequences of a step occupy the first slots. Methods that run at
-every step are bound to their arrays once. Position 0 of a slot stays zero: it stands for the token of the
-current step. float16 keys and values become float32 block by block, in two arrays that all blocks share. Keys
-and values that several blocks take from one block are stored once. Recurrent states have a fixed size per
-slot and can't return to an earlier token.
+every step are bound to their arrays once. Right after each block, the keys and values of its tokens are
+copied into the arrays. Position 0 of a slot stays zero: it stands for the token of the current step. float16
+keys and values become float32 block by block, in two arrays that all blocks share. Keys and values that
+several blocks take from one block are stored once. Recurrent states have a fixed size per slot and can't
+return to an earlier token.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from functools import partial
 import numpy as np
 
 from device_runner.engines.backend import choose_backend
+from device_runner.engines.base import BoundCall, Store
 from device_runner.engines.blocks import Blocks
 from device_runner.engines.chunks import Chunks, by_heads
 from device_runner.engines.experts import Experts
 from device_runner.engines.shared_values import SharedValues
 from device_runner.engines.trunk_cache import Precision
-from prge.engine import Array, EngineName, FloatArray
+from prge.engine import Array, EngineName, FloatArray, IntArray
 from prge.errors import BundleError, EngineError
 from prge.formats.adapter import Adapter
 from prge.formats.bundle import Bundle
@@ -36,8 +38,8 @@ from prge.formats.signatures import DECODE, KEYS, OWN_MASK, PAST_KEYS, PAST_MASK
 # Tokens of one prefill call: more tokens aren't faster, and their attention scores with all past tokens take
 # memory.
 _CHUNK, CHUNK_OF_LONG, LONG = 128, 64, 512
-# Arrays grow on demand to a multiple of this number of tokens.
-GROWTH = 128
+# Arrays grow on demand, by at least this number of tokens and this share of their tokens.
+GROWTH, _GROWTH_SHARE = 64, 32
 
 
 @dataclass
@@ -56,7 +58,8 @@ class _Step:
 
     Attributes:
         masks: attention mask f32 [rows x heads, 1, 1 + capacity] by window and number of heads.
-        key_values: caches of keys and values, each with the step's own, f32 [rows, heads, width].
+        positions: position of each row's token in the caches, i64 [rows].
+        stores: by block, the copies of its keys and values into their caches.
         float16_caches: by block, the float16 caches that it reads, each with its float32 copy.
         in_float32: the float32 arrays, which blocks share.
         recurrent: arrays of recurrent states, each with the states after the step.
@@ -64,15 +67,19 @@ class _Step:
 
     sequences: list[int]
     tokens: Array
+    positions: IntArray
     tables: dict[int, Array]
     shards: FloatArray
-    logits: FloatArray
     compute: Callable[[], None] = field(init=False)
     masks: dict[tuple[int | None, int], FloatArray] = field(default_factory=dict)
-    key_values: list[tuple[Array, FloatArray]] = field(default_factory=list)
+    stores: dict[int, list[Store]] = field(default_factory=dict)
     float16_caches: dict[int, list[tuple[Array, FloatArray]]] = field(default_factory=dict)
     in_float32: dict[tuple[str, tuple[int, ...]], FloatArray] = field(default_factory=dict)
     recurrent: list[tuple[FloatArray, FloatArray]] = field(default_factory=list)
+
+    def store(self, number: int, values: FloatArray, cache: Array) -> None:
+        """Copy keys or values f32 [rows, heads, width] of a block into their cache after each of its runs."""
+        self.stores.setdefault(number, []).append(Store(values, cache, self.positions))
 
 
 class ChainGenerationEngine:
@@ -217,17 +224,13 @@ class ChainGenerationEngine:
         for (window, _), seen in step.masks.items():
             _write_mask(seen.reshape(len(lengths), -1, seen.shape[-1]), lengths, window)
             seen[..., 0] = 0
+        step.positions[:] = [1 + length for length in lengths]
         step.compute()
-        for cache, new_values in step.key_values:
-            for row, length in enumerate(lengths):
-                cache[row, :, 1 + length] = new_values[row]
         for cache, new_values in step.recurrent:
             cache[: len(lengths)] = new_values
-        if len(step.shards) > 1:
-            np.concatenate(step.shards[:, :, 0], axis=1, out=step.logits)
         for sequence in tokens:
             self._sequences[sequence].length += 1
-        return {sequence: step.logits[row].copy() for row, sequence in enumerate(tokens)}
+        return dict(zip(tokens, np.concatenate(step.shards[:, :, 0], axis=1), strict=True))
 
     def _lora_a(self, adapter: Adapter) -> Mapping[str, FloatArray]:
         return self._blocks.lora_a if adapter.lora_a is None else adapter.lora_a
@@ -244,8 +247,10 @@ class ChainGenerationEngine:
             )
         if length <= self._capacity:
             return
+        self._step = None  # it refers to the arrays, which are replaced one by one
         # A step reads the whole array, so growing it in small steps takes less time in spite of the copies.
-        self._capacity = min(-(-length // GROWTH) * GROWTH, self._context)
+        growth = max(GROWTH, length // _GROWTH_SHARE)
+        self._capacity = min(-(-length // growth) * growth, self._context)
         for number in range(self._chain.head_start):
             if number not in self._recurrent:
                 shapes = self._blocks.recurrent_states(number).items()
@@ -259,7 +264,6 @@ class ChainGenerationEngine:
                     self._caches[key] = np.zeros(shape, self._dtype)
                     if cache is not None:
                         self._caches[key][:, :, : cache.shape[2]] = cache
-        self._step = None
 
     def _cache_keys(self, number: int) -> list[tuple[str, _Key]]:
         """Return the names of a block's keys and values, each with its key in the caches."""
@@ -306,9 +310,8 @@ class ChainGenerationEngine:
         """Allocate the arrays of decode steps of some sequences and bind the methods to them."""
         chain, rows = self._chain, len(sequences)
         shards = np.empty((len(chain.blocks) - chain.head_start, rows, 1, chain.shard_size), np.float32)
-        logits = np.empty((rows, chain.vocabulary_size), np.float32) if len(shards) > 1 else shards[0, :, 0]
-        step = _Step(sequences, np.zeros((rows, 1), np.int64), {}, shards, logits)
-        calls: dict[int, tuple[list[Array], list[Array]] | Callable[[], None]] = {}
+        step = _Step(sequences, np.zeros((rows, 1), np.int64), np.zeros(rows, np.int64), {}, shards)
+        calls: dict[int, BoundCall | Callable[[], None]] = {}
         state: Array = step.tokens
         values: dict[int, FloatArray] = {}
         for number in (group.start for group in chain.block_groups(range(len(chain.blocks)))):
@@ -328,9 +331,10 @@ class ChainGenerationEngine:
             else:
                 outputs["logits"] = shards[number - chain.head_start]
             interface = self._blocks.interface(number, DECODE)
-            calls[number] = (
+            calls[number] = BoundCall(
                 [inputs[name] for name in interface.inputs],
                 [outputs[name] for name in interface.outputs],
+                step.stores.get(number, ()),
             )
         restore = partial(self._copy_to_float32, step) if step.float16_caches else None
         step.compute = self._blocks.bind_calls(DECODE, calls, restore)
@@ -382,7 +386,7 @@ class ChainGenerationEngine:
         if not self._chain.blocks[number].past:
             for name, width in ((KEYS, heads.key_width), (VALUES, heads.value_width)):
                 outputs[name] = np.empty((rows, heads.count, width), np.float32)
-                step.key_values.append((caches[name], outputs[name]))
+                step.store(number, outputs[name], caches[name])
         return outputs
 
     def _past(self, step: _Step, number: int, name: str, cache: Array) -> FloatArray:
@@ -406,7 +410,7 @@ class ChainGenerationEngine:
             width = self._blocks.shared_width(value)
             outputs[f"{SHARED_OUT}{index}"] = values[value] = np.empty((rows, 1, width), np.float32)
             if (cache := self._caches.get((SHARED_IN, value))) is not None:
-                step.key_values.append((cache, values[value].reshape(rows, cache.shape[1], -1)))
+                step.store(number, values[value].reshape(rows, cache.shape[1], -1), cache)
         return outputs
 
     def _run_experts(self, number: int, state: FloatArray, next_state: FloatArray) -> None:

@@ -15,7 +15,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from device_runner.engines.base import MethodMeta, check_threads, tensor_spec
+from device_runner.engines.base import BoundCall, MethodMeta, check_threads, tensor_spec
 from device_runner.engines.errors import EngineRefusalError, captured_stderr
 from prge.engine import Array
 from prge.errors import EngineError
@@ -101,12 +101,12 @@ class Method:
         return [result.shape for result in results]
 
 
-def bind_calls(calls: Sequence[tuple[Method, Sequence[Array], Sequence[Array]]]) -> Callable[[], None]:
+def bind_calls(calls: Sequence[tuple[Method, BoundCall]]) -> Callable[[], None]:
     """See device_runner.engines.native.runtime.bind_calls."""
 
     def compute() -> None:
-        for method, inputs, outputs in calls:
-            method.run(inputs, outputs)
+        for method, call in calls:
+            call.run(method)
 
     return compute
 

@@ -25,6 +25,7 @@ class Adapter:
         lora_a: f32 [rank, in] by module name, as the bundle's programs take it; None if it is the bundle's
             own and frozen. A LoRA-FA adapter with another `lora_a` can generate text, but can't be trained or
             scored.
+        lora_b: views of `values`, f32 [rank, out], by module name; writing to a view changes `values`.
 
     Raises:
         ValueError: `values` is not a contiguous float32 vector of the modules' total size.
@@ -43,6 +44,7 @@ class Adapter:
         self.values = values
         self._matrices = views(self.modules, values)
         self.lora_a = self._by_module("a") or lora_a
+        self.lora_b = self._by_module("b")
 
     @classmethod
     def zeros(cls, modules: Sequence[AdaptedModule]) -> Adapter:
@@ -53,11 +55,6 @@ class Adapter:
     def size(self) -> int:
         """Number of trained values."""
         return len(self.values)
-
-    @property
-    def lora_b(self) -> dict[str, FloatArray]:
-        """Views of `values`, f32 [rank, out], by module name; writing to a view changes `values`."""
-        return self._by_module("b")
 
     def copy(self) -> Adapter:
         """Return an adapter with a copy of the values."""

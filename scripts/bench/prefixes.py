@@ -65,21 +65,21 @@ class OneSequenceACall:
 
 
 @dataclass(frozen=True)
-class Way:
+class Variant:
     """Examples, and whether a call has all of their sequences."""
 
     examples: Sequence[Example]
     in_one_call: bool = True
 
 
-def ways_of(case: str, bundle: Bundle, rows: Sequence[Row]) -> dict[str, Way]:
+def variants_of(case: str, bundle: Bundle, rows: Sequence[Row]) -> dict[str, Variant]:
     """Return how the rows of a case are computed together and separately."""
     examples, _ = build_examples(
         rows, load_bundle_tokenizer(bundle), bundle.chain.model, load_task(case), training=False
     )
     if case == "copa":
-        return {"together": Way(examples), "separate": Way([*map(without_branches, examples)])}
-    return {"together": Way(examples), "separate": Way(examples, in_one_call=False)}
+        return {"together": Variant(examples), "separate": Variant([*map(without_branches, examples)])}
+    return {"together": Variant(examples), "separate": Variant(examples, in_one_call=False)}
 
 
 def chosen_rows(case: str, folder: Path, count: int) -> list[Row]:
@@ -96,39 +96,39 @@ def bench(case: str, arguments: argparse.Namespace) -> dict[str, Any]:
     bundle = open_bundle(arguments.bundle)
     adapter = read_peft(bundle.adapter, bundle.chain.modules)
     adapter.values[:] = np.random.default_rng(0).standard_normal(adapter.size) * 0.01
-    ways = ways_of(case, bundle, chosen_rows(case, arguments.rows, arguments.batch_size))
+    variants = variants_of(case, bundle, chosen_rows(case, arguments.rows, arguments.batch_size))
 
-    def scoring(way: Way) -> Callable[[], tuple[float, float]]:
+    def scoring(variant: Variant) -> Callable[[], tuple[float, float]]:
         opened = open_engine(bundle, FORWARD, threads=arguments.threads)
-        engine = opened.engine if way.in_one_call else OneSequenceACall(opened.engine)
+        engine = opened.engine if variant.in_one_call else OneSequenceACall(opened.engine)
 
         def measure() -> tuple[float, float]:
             begin = perf_counter()
-            loss = score(engine, adapter, way.examples).loss
+            loss = score(engine, adapter, variant.examples).loss
             return perf_counter() - begin, loss
 
         return measure
 
-    def step(way: Way, name: EstimatorName) -> Callable[[], tuple[float, float]]:
+    def step(variant: Variant, name: EstimatorName) -> Callable[[], tuple[float, float]]:
         role = {"antithetic": FORWARD, "tangent": JVP, "exact": BACKWARD}[name]
         opened = open_engine(bundle, role, threads=arguments.threads)
-        if not way.in_one_call:
+        if not variant.in_one_call:
             opened = replace(opened, engine=OneSequenceACall(opened.engine))
         estimator = make_estimator(EstimatorFlags(estimator=name, queries=4))
-        return TimedStep(opened, estimator, Step(adapter, [*way.examples], 0, 0)).with_loss
+        return TimedStep(opened, estimator, Step(adapter, [*variant.examples], 0, 0)).with_loss
 
-    figures: dict[str, Any] = {"rows": len(ways["together"].examples)}
-    figures["tokens"] = {name: token_count(way.examples) for name, way in ways.items()}
-    turns = {"score": {name: scoring(way) for name, way in ways.items()}}
+    figures: dict[str, Any] = {"rows": len(variants["together"].examples)}
+    figures["tokens"] = {name: token_count(variant.examples) for name, variant in variants.items()}
+    turns = {"score": {name: scoring(variant) for name, variant in variants.items()}}
     for estimator in STEPS[case]:
-        turns[estimator] = {name: step(way, estimator) for name, way in ways.items()}
-    for measured, by_way in turns.items():
-        rounds = measure_in_turns(by_way, arguments.repeats)
+        turns[estimator] = {name: step(variant, estimator) for name, variant in variants.items()}
+    for measured, by_variant in turns.items():
+        rounds = measure_in_turns(by_variant, arguments.repeats)
         seconds = [{name: each[0] for name, each in turn.items()} for turn in rounds]
         losses = {name: loss for name, (_, loss) in rounds[0].items()}
         figures[measured] = {
             "together_over_separate": median(seconds, "together", over="separate"),
-            "seconds": {name: median(seconds, name) for name in ways},
+            "seconds": {name: median(seconds, name) for name in variants},
             "loss_difference": abs(losses["together"] - losses["separate"]),
         }
         print(case, measured, figures[measured], file=sys.stderr, flush=True)

@@ -11,7 +11,7 @@ and that moving data takes almost 91 % of the time. This program trains four net
 
 The rows of a GPU have three values of `copying`:
 
-    resident    the weights stay on the device; a batch goes in, and its loss comes out
+    resident    the weights stay on the device; a batch is copied to it, and its loss back
     step        the weights also go in and out in every step
     kernel      the operands and the results of every kernel go in and out (OpenCL)
 

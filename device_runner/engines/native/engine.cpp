@@ -451,6 +451,8 @@ struct Input {
   std::vector<TensorImpl::DimOrderType> order;
   std::vector<TensorImpl::StridesType> strides;
   std::unique_ptr<TensorImpl> tensor;
+  bool planned; // the method copies the input into its own memory
+  bool is_set = false; // whether the method reads the tensor's current memory with its current sizes
 };
 
 struct Output {
@@ -458,6 +460,7 @@ struct Output {
   size_t most_bytes;
   bool planned;
   uint8_t* spare; // memory of an unplanned output if the caller's memory is smaller than its bound
+  void* target = nullptr; // memory that the method writes an unplanned output to
 };
 
 struct MethodHandle {
@@ -549,6 +552,7 @@ et::Error prepare_inputs(MethodHandle& handle, const et::MethodMeta& meta) {
     }
     const auto sizes = info->sizes();
     Input input;
+    input.planned = info->is_memory_planned();
     input.bounds.assign(sizes.begin(), sizes.end());
     input.sizes = input.bounds;
     input.strides.assign(sizes.size(), 1);
@@ -573,6 +577,12 @@ et::Error prepare_inputs(MethodHandle& handle, const et::MethodMeta& meta) {
 
 et::Error set_input(MethodHandle& handle, size_t index, void* data, const int32_t* sizes) {
   Input& input = handle.inputs[index];
+  // In a repeated sequence of calls, all inputs stay where they are.
+  if (input.is_set && input.tensor->data() == data &&
+      std::equal(input.sizes.begin(), input.sizes.end(), sizes)) {
+    return et::Error::Ok;
+  }
+  input.is_set = false;
   for (size_t axis = 0; axis < input.bounds.size(); ++axis) {
     // The runtime compares only the numbers of elements.
     if (sizes[axis] > input.bounds[axis] || sizes[axis] < std::min(1, input.bounds[axis])) {
@@ -587,15 +597,28 @@ et::Error set_input(MethodHandle& handle, size_t index, void* data, const int32_
     }
   }
   const Tensor tensor(input.tensor.get());
-  const et::Error error = et::resize_tensor(tensor, {sizes, input.bounds.size()});
+  et::Error error = et::resize_tensor(tensor, {sizes, input.bounds.size()});
   if (error != et::Error::Ok) {
     return error;
   }
   input.tensor->set_data(data);
-  return handle.method->set_input(et::EValue(tensor), index);
+  error = handle.method->set_input(et::EValue(tensor), index);
+  input.is_set = error == et::Error::Ok && !input.planned;
+  return error;
 }
 
-// One run of a method; see prge_run.
+// A copy of rows, each of several parts, to one position of each part in a cache; see prge_run.
+struct Store {
+  const uint8_t* values;
+  uint8_t* cache;
+  const int64_t* positions;
+  size_t rows;
+  size_t parts;
+  size_t part_bytes;
+  size_t cache_part_bytes;
+};
+
+// One run of a method, and the copies after it; see prge_run.
 struct Request {
   void* method;
   void* const* inputs;
@@ -603,7 +626,22 @@ struct Request {
   void* const* outputs;
   const size_t* room;
   int32_t* output_sizes;
+  const Store* stores;
+  size_t store_count;
 };
+
+void run(const Store& store) {
+  const uint8_t* values = store.values;
+  uint8_t* cache = store.cache;
+  for (size_t row = 0; row < store.rows; ++row) {
+    const size_t offset = static_cast<size_t>(store.positions[row]) * store.part_bytes;
+    for (size_t part = 0; part < store.parts; ++part) {
+      std::memcpy(cache + offset, values, store.part_bytes);
+      values += store.part_bytes;
+      cache += store.cache_part_bytes;
+    }
+  }
+}
 
 // Threads of the pool sleep after some microseconds without work and wake up slowly: this keeps them awake
 // between two methods.
@@ -628,13 +666,14 @@ et::Error run(MethodHandle& handle, const Request& request) {
     sizes += handle.inputs[index].bounds.size();
   }
   for (size_t index = 0; index < handle.outputs.size(); ++index) {
-    const Output& output = handle.outputs[index];
-    if (!output.planned) {
-      void* target = request.room[index] < output.most_bytes ? output.spare : request.outputs[index];
+    Output& output = handle.outputs[index];
+    void* target = request.room[index] < output.most_bytes ? output.spare : request.outputs[index];
+    if (!output.planned && output.target != target) {
       const et::Error error = method.set_output_data_ptr(target, output.most_bytes, index);
       if (error != et::Error::Ok) {
         return error;
       }
+      output.target = target;
     }
   }
   keep_awake();
@@ -659,6 +698,7 @@ et::Error run(MethodHandle& handle, const Request& request) {
     }
     output_sizes = std::copy(tensor.sizes().begin(), tensor.sizes().end(), output_sizes);
   }
+  std::for_each_n(request.stores, request.store_count, [](const Store& store) { run(store); });
   return et::Error::Ok;
 }
 
@@ -886,6 +926,7 @@ int prge_load(
 //     outputs, room   memory that overlaps no input, and its bytes; if it holds the program's bound of an
 //                     unplanned output, the output is written there without a copy
 //     output_sizes    the sizes of all axes of the outputs
+//     stores          copies of outputs to the current positions of their rows in caches [rows, parts, positions]
 int prge_run(const Request* requests, size_t count, char* text, size_t capacity) {
   MethodHandle* handle = nullptr;
   const int code = Call(text, capacity).run([&] {

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from device_runner.engines.base import MethodMeta, check_threads, tensor_spec
+from device_runner.engines.base import BoundCall, MethodMeta, Store, check_threads, tensor_spec
 from device_runner.engines.errors import EngineRefusalError, captured_stderr, explain
 from device_runner.engines.native.build import library
 from prge.engine import Array
@@ -143,11 +143,32 @@ class Arena:
         weakref.finalize(self, interface().prge_close_arena, handle)
 
 
-class _Request(ctypes.Structure):
-    """One run of a method, in the layout of the C interface."""
+class _Store(ctypes.Structure):
+    """A copy into a cache, in the layout of the C interface."""
 
     _fields_: ClassVar = [
-        (name, ctypes.c_void_p) for name in ("method", "inputs", "sizes", "outputs", "room", "output_sizes")
+        *((name, ctypes.c_void_p) for name in ("values", "cache", "positions")),
+        *((name, ctypes.c_size_t) for name in ("rows", "parts", "part_bytes", "cache_part_bytes")),
+    ]
+
+    @classmethod
+    def of(cls, store: Store) -> _Store:
+        """Return the copy of an output into a cache of the same dtype."""
+        (rows, heads, width), cache = store.values.shape, store.cache
+        part_bytes = width * cache.itemsize
+        addresses = (_address(array) for array in (store.values, cache, store.positions))
+        return cls(*addresses, rows, heads, part_bytes, cache.shape[2] * part_bytes)
+
+
+class _Request(ctypes.Structure):
+    """One run of a method and the copies after it, in the layout of the C interface."""
+
+    _fields_: ClassVar = [
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("method", "inputs", "sizes", "outputs", "room", "output_sizes", "stores")
+        ),
+        ("store_count", ctypes.c_size_t),
     ]
 
 
@@ -175,17 +196,17 @@ class Method:
         call("prge_run", ctypes.byref(self._call.request), 1)
         return self._call.shapes()
 
-    def call(self, inputs: Sequence[Array], outputs: Sequence[Array]) -> _Call:
-        """Bind arrays to a call without running it; they must fit as in `run`."""
-        bound = _Call(self._handle, self._signature)
-        bound.bind(inputs, outputs)
+    def bind(self, call: BoundCall) -> _Call:
+        """Bind the arrays of a call without running it; they must fit as in `run`."""
+        bound = _Call(self._handle, self._signature, call.stores)
+        bound.bind(call.inputs, call.outputs)
         return bound
 
 
 class _Call:
     """The arguments of a run."""
 
-    def __init__(self, method: ctypes.c_void_p, signature: MethodMeta) -> None:
+    def __init__(self, method: ctypes.c_void_p, signature: MethodMeta, stores: Sequence[Store] = ()) -> None:
         self._inputs = [_dtype_and_rank(tensor) for tensor in signature.inputs]
         self._outputs = [_dtype_and_rank(tensor) for tensor in signature.outputs]
         self._addresses = (ctypes.c_void_p * len(self._inputs))()
@@ -193,8 +214,12 @@ class _Call:
         self._output_addresses = (ctypes.c_void_p * len(self._outputs))()
         self._output_room = (ctypes.c_size_t * len(self._outputs))()
         self._output_sizes = (ctypes.c_int32 * sum(rank for _, rank in self._outputs))()
-        arrays = self._addresses, self._sizes, self._output_addresses, self._output_room, self._output_sizes
-        self.request = _Request(method, *(ctypes.addressof(array) for array in arrays))
+        self._stores = (_Store * len(stores))(*map(_Store.of, stores))
+        arrays = (
+            self._addresses, self._sizes, self._output_addresses, self._output_room, self._output_sizes,
+            self._stores,
+        )  # fmt: skip
+        self.request = _Request(method, *(ctypes.addressof(array) for array in arrays), len(stores))
 
     def bind(self, inputs: Sequence[Array], outputs: Sequence[Array]) -> None:
         """Check arrays and store their addresses."""
@@ -222,15 +247,14 @@ class _Call:
         return [tuple(next(sizes) for _ in range(rank)) for _, rank in self._outputs]
 
 
-def bind_calls(
-    calls: Sequence[tuple[Method, Sequence[Array], Sequence[Array]]],
-) -> Callable[[], None]:
+def bind_calls(calls: Sequence[tuple[Method, BoundCall]]) -> Callable[[], None]:
     """Return a function that runs methods in order, each with inputs and outputs as in `Method.run`.
 
-    The function reads the current contents of the arrays, skips the checks, and keeps the arrays alive.
+    The function reads the current contents of the arrays, skips the checks, and keeps the arrays alive. The
+    caches of `stores` are float32.
     """
-    bound = [(each, each[0].call(*each[1:])) for each in calls]
-    requests = (_Request * len(bound))(*(arguments.request for _, arguments in bound))
+    bound = [(method, call, method.bind(call)) for method, call in calls]
+    requests = (_Request * len(bound))(*(arguments.request for *_, arguments in bound))
 
     def compute() -> None:
         call("prge_run", requests, len(bound))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from device_runner.engines.base import BoundCall
 from device_runner.engines.planning import Layout
 from device_runner.engines.shapes import AttentionHeads, read_routings
 from prge.engine import Array
@@ -166,21 +167,22 @@ class GraphBlocks:
     def bind_calls(
         self,
         role: str,
-        calls: Mapping[int, tuple[Sequence[Array], Sequence[Array]] | Callable[[], None]],
+        calls: Mapping[int, BoundCall | Callable[[], None]],
         before: Callable[[int], None] | None = None,
     ) -> Callable[[], None]:
         def compute() -> None:
             for number, call in calls.items():
                 if before is not None:
                     before(number)
-                if callable(call):
+                if not isinstance(call, BoundCall):
                     call()
                     continue
-                input_arrays, output_arrays = call
                 interface = self.interface(number, role)
-                result = self.run(number, role, dict(zip(interface.inputs, input_arrays, strict=True)))
-                for name, array in zip(interface.outputs, output_arrays, strict=True):
+                result = self.run(number, role, dict(zip(interface.inputs, call.inputs, strict=True)))
+                for name, array in zip(interface.outputs, call.outputs, strict=True):
                     array[...] = result[name].reshape(array.shape)
+                for store in call.stores:
+                    store.run()
 
         return compute
 

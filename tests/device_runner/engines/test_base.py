@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from device_runner.engines.base import CheckedEngine, check_threads
+from device_runner.engines.base import CheckedEngine, Store, check_threads
 from device_runner.engines.errors import EngineRefusalError
 from prge.engine import Call, Directions, FloatArray, Target, TokenSequence
 from prge.errors import EngineError
@@ -230,3 +230,17 @@ def test_the_number_of_threads_is_fixed_while_an_engine_is_used() -> None:
     cycle.append(cycle)
     del engine, cycle
     assert check_threads(1, 2)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_store_copies_each_row_to_its_current_position(dtype: str) -> None:
+    values = np.arange(2 * 3 * 4, dtype=np.float32).reshape(2, 3, 4)
+    cache, expected = (np.zeros((3, 3, 6, 4), dtype) for _ in range(2))
+    positions = np.zeros(2, np.int64)
+    store = Store(values, cache, positions)
+    for first, second in ((5, 0), (1, 4)):
+        positions[:] = first, second
+        values += 1
+        store.run()
+        expected[0, :, first], expected[1, :, second] = values
+        assert cache.tobytes() == expected.tobytes()

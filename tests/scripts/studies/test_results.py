@@ -198,14 +198,14 @@ def test_figures_are_means_and_ranges_over_seeds(study: Path) -> None:
 
 def test_verdicts_follow_from_figures(study: Path) -> None:
     holds, in_part, fails, unknown = VERDICTS
-    found = claims(collect(study))
-    assert [verdict for _, _, verdict in found] == [holds, in_part, holds, holds, unknown, unknown, unknown]
+    judged = claims(collect(study))
+    assert [verdict for _, _, verdict in judged] == [holds, in_part, holds, holds, unknown, unknown, unknown]
     slow = {"comparisons": {}, "speed": {"1x64": {"int4": {name: 1.0 for name in SPEED}}}}
     assert {verdict for _, _, verdict in claims(slow)[:3]} == {fails}
     assert claims(slow)[0][1] == "1.00 times; so in 0 of 1 cases"
 
 
-def test_cells_say_what_is_missing() -> None:
+def test_cells_of_missing_figures() -> None:
     values = {"mean": 0.5, "lowest": 0.25, "highest": 0.75, "censored": 0, "bounded": 0}
     assert cell(values, 100) == "50 [25, 75]"
     assert cell({**values, "lowest": 0.5, "highest": 0.5, "bounded": 1}) == "< 0.5"

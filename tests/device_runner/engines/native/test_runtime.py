@@ -12,7 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
+from device_runner.engines.base import BoundCall, Store
 from device_runner.engines.child_check import check_in_child
 from device_runner.engines.errors import EngineRefusalError
 from device_runner.engines.native.build import stock_package
@@ -28,6 +31,7 @@ from device_runner.engines.native.runtime import (
 from prge.engine import Array
 from prge.errors import PrgeError
 from prge.formats.bundle import file_sha256
+from server_export.lower.program import write_program
 from tests.compilers import needs_compiler
 from tests.device_runner.engines.blocks import (
     MAX_ROWS,
@@ -236,7 +240,7 @@ def test_a_sequence_of_calls_reads_the_current_arrays(dynamic: LoweredBlocks) ->
     sources = [inputs[0], outputs[0][0]]
     compute = bind_calls(
         [
-            (methods["score"], [source, *lora], output)
+            (methods["score"], BoundCall([source, *lora], output))
             for methods, source, output in zip(blocks, sources, outputs, strict=True)
         ]
     )
@@ -254,10 +258,49 @@ def test_a_sequence_of_calls_reads_the_current_arrays(dynamic: LoweredBlocks) ->
     assert outputs[1][0].tobytes() == expected[1]
 
 
+def test_a_repeated_call_reads_its_inputs_again(lowered: LoweredBlocks) -> None:
+    method, others = loaded(lowered)[0]["score"], make_inputs("score", seed=1)
+    inputs, outputs, moved = make_inputs("score"), make_outputs("score"), make_outputs("score")
+    method.run(inputs, outputs)
+    for array, other in zip(inputs, others, strict=True):
+        array[:] = other
+    for target in (outputs, moved, outputs):
+        target[0][:] = np.nan
+        method.run(inputs, target)
+        lowered.assert_right(0, "score", others, target)
+
+
+def test_a_repeated_call_of_a_method_that_copies_its_inputs_reads_them_again(
+    dynamic: LoweredBlocks, tmp_path: Path
+) -> None:
+    write_program(tmp_path / "program.pte", {"forward": (nn.Tanh().eval(), (torch.zeros(2, 3),))})
+    method = Program(tmp_path / "program.pte").load("forward", WeightsFile(dynamic.weights[0]))
+    array, output = np.ones((2, 3), np.float32), np.zeros((2, 3), np.float32)
+    for _ in range(2):
+        array += 1
+        method.run([array], [output])
+        np.testing.assert_allclose(output, np.tanh(array), rtol=1e-5)
+
+
+def test_a_call_stores_outputs_at_the_current_position_of_each_row(dynamic: LoweredBlocks) -> None:
+    heads, width, inputs = 5, WIDTH, make_inputs("score", 2, 5)
+    (output,) = outputs = make_outputs("score", 2, 5)
+    cache, expected = (np.zeros((3, heads, 7, width), np.float32) for _ in range(2))
+    positions = np.zeros(2, np.int64)
+    call = BoundCall(inputs, outputs, [Store(output, cache, positions)])
+    compute = bind_calls([(loaded(dynamic)[0]["score"], call)])
+    for first, second in ((6, 0), (2, 3)):
+        positions[:] = first, second
+        inputs[0] *= 1.5
+        compute()
+        expected[0, :, first], expected[1, :, second] = output
+        assert cache.tobytes() == expected.tobytes()
+
+
 def test_a_sequence_of_calls_with_an_array_that_does_not_fit_is_refused(dynamic: LoweredBlocks) -> None:
     method = loaded(dynamic)[0]["score"]
     with pytest.raises(EngineRefusalError):
-        bind_calls([(method, [], make_outputs("score", 2, 5))])
+        bind_calls([(method, BoundCall([], make_outputs("score", 2, 5)))])
 
 
 def test_memory_that_no_call_touches_is_not_taken(dynamic: LoweredBlocks) -> None:
