@@ -67,9 +67,9 @@ class Forward:
 
     def with_copies(self, numbers: IntArray, trunk: Trunk) -> list[Batch]:
         """Return parts of some sequences with every copy of the adapter."""
-        bounds, copies = self.chain.bounds, len(self.call.adapters)
+        copies, limits = len(self.call.adapters), (self.chain.bounds, self.chain.width)
         if copies == 1:
-            groups = single_adapter_groups(numbers, self.lengths, bounds)
+            groups = single_adapter_groups(numbers, self.lengths, *limits)
             return [self._part(rows, np.zeros(len(rows), np.int64), trunk) for rows in groups]
         return [
             self._part(
@@ -77,16 +77,17 @@ class Forward:
                 np.arange(copy_slice.start, copy_slice.stop),
                 trunk,
             )
-            for rows in length_groups(numbers, self.lengths, bounds)
-            for copy_slice in slices(copies, copies_together(int(self.lengths[rows[0]]), bounds))
+            for rows in length_groups(numbers, self.lengths, *limits)
+            for copy_slice in slices(copies, copies_together(len(rows), int(self.lengths[rows[0]]), *limits))
         ]
 
-    def of_one_copy(self, numbers: IntArray, trunk: Trunk) -> list[Batch]:
+    def of_one_copy(self, numbers: IntArray, trunk: Trunk, queries: int = 0) -> list[Batch]:
         """Return parts of some sequences with the only adapter, each with as many rows as a call takes."""
-        one = np.zeros(1, np.int64)
+        one, bounds = np.zeros(1, np.int64), self.chain.bounds
+        values = 1 + min(queries, bounds.queries)
         return [
             self._part(rows[None], one, trunk)
-            for rows in length_groups(numbers, self.lengths, self.chain.bounds)
+            for rows in length_groups(numbers, self.lengths, bounds, self.chain.width, values)
         ]
 
     def with_directions(self, parts: Sequence[Batch], directions: Directions, queries: slice) -> list[Batch]:
@@ -136,7 +137,7 @@ class Forward:
 
     def _computed(self, numbers: IntArray) -> Trunk:
         parts = []
-        for rows in single_adapter_groups(numbers, self.lengths, self.chain.bounds):
+        for rows in single_adapter_groups(numbers, self.lengths, self.chain.bounds, self.chain.width):
             tokens = tokens_of(self.call.sequences, rows, int(self.lengths[rows.flat[0]]))
             copy = np.zeros(len(rows), np.int64)
             parts.append(self._new_part(rows, copy, {"tokens": tokens}, SharedValues(self.chain)))

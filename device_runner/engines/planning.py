@@ -53,34 +53,45 @@ def micro_batches(lengths: IntArray, passes: int) -> Iterator[IntArray]:
     yield np.array(chosen, np.int64)
 
 
-def length_groups(rows: IntArray, lengths: IntArray, bounds: Bounds) -> Iterator[IntArray]:
-    """Yield groups of rows that pass a block together: rows of one padded length, as many as fit into a call.
+def length_groups(
+    rows: IntArray, lengths: IntArray, bounds: Bounds, width: int, values: int = 1
+) -> Iterator[IntArray]:
+    """Yield groups of rows that pass a block together: rows of one padded length, as many as a call takes.
 
     Args:
         rows: numbers of sequences, i64 [rows].
         lengths: padded lengths of all sequences, i64 [sequences].
         bounds: bounds of a call.
+        width: width of the hidden states.
+        values: values of each token: 1, or 1 + the number of directions.
     """
     for length in np.unique(lengths[rows]):
         alike = rows[lengths[rows] == length]
-        for row_slice in slices(len(alike), bounds.batch if length <= bounds.chunk else 1):
+        for row_slice in slices(len(alike), _batch_together(int(length), bounds, width, values)):
             yield alike[row_slice]
 
 
-def single_adapter_groups(rows: IntArray, lengths: IntArray, bounds: Bounds) -> Iterator[IntArray]:
+def single_adapter_groups(
+    rows: IntArray, lengths: IntArray, bounds: Bounds, width: int
+) -> Iterator[IntArray]:
     """Yield groups i64 [copies, batch] of rows with one adapter, which also fill the axis of copies."""
     for length in np.unique(lengths[rows]):
         alike = rows[lengths[rows] == length]
-        batch = bounds.batch if length <= bounds.chunk else 1
+        batch = _batch_together(int(length), bounds, width)
         whole = len(alike) // batch * batch
         for part in (alike[:whole].reshape(-1, batch), alike[whole:].reshape(1, -1)):
-            for copy_slice in slices(len(part) if part.size else 0, copies_together(int(length), bounds)):
-                yield part[copy_slice]
+            if part.size:
+                copies = copies_together(part.shape[1], int(length), bounds, width)
+                yield from (part[copy_slice] for copy_slice in slices(len(part), copies))
 
 
-def copies_together(length: int, bounds: Bounds) -> int:
-    """Return the largest number of copies of rows of a padded length that pass a block together."""
-    return bounds.copies if length <= bounds.chunk else 1
+def copies_together(batch: int, length: int, bounds: Bounds, width: int) -> int:
+    """Return the largest number of copies of `batch` rows of a padded length that pass a block together."""
+    return max(1, min(bounds.copies, bounds.rows_together(length, width) // batch))
+
+
+def _batch_together(length: int, bounds: Bounds, width: int, values: int = 1) -> int:
+    return min(bounds.batch, bounds.rows_together(length, width, values))
 
 
 def slices(stop: int, max_size: int, start: int = 0) -> Iterator[slice]:

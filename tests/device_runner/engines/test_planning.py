@@ -20,6 +20,8 @@ from prge.engine import MAX_HIDDEN_STATES, IntArray
 from prge.formats.chain import Bounds
 
 BOUNDS = Bounds(copies=3, batch=4, tokens=300, chunk=100)
+# A block of this width takes about 512 tokens, as few as any.
+WIDTH = 4096
 COUNTS = st.lists(st.integers(1, BOUNDS.tokens), min_size=1, max_size=40)
 
 
@@ -64,7 +66,7 @@ def test_every_row_is_computed_once_and_only_with_rows_of_its_length(
     counts: list[int], data: st.DataObject
 ) -> None:
     lengths, numbers = lengths_of(counts), some_of(counts, data)
-    result = [*length_groups(numbers, lengths, BOUNDS)]
+    result = [*length_groups(numbers, lengths, BOUNDS, WIDTH)]
     assert sorted(np.concatenate(result).tolist()) == numbers.tolist()
     for rows in result:
         assert len({*lengths[rows].tolist()}) == 1
@@ -75,13 +77,35 @@ def test_every_row_is_computed_once_and_only_with_rows_of_its_length(
 @given(COUNTS, st.data())
 def test_rows_of_one_adapter_replace_copies_too(counts: list[int], data: st.DataObject) -> None:
     lengths, numbers = lengths_of(counts), some_of(counts, data)
-    result = [*single_adapter_groups(numbers, lengths, BOUNDS)]
+    result = [*single_adapter_groups(numbers, lengths, BOUNDS, WIDTH)]
     assert sorted(np.concatenate([rows.ravel() for rows in result]).tolist()) == numbers.tolist()
     for rows in result:
         length = int(lengths[rows.flat[0]])
         assert (lengths[rows] == length).all()
-        assert len(rows) <= copies_together(length, BOUNDS)
+        assert len(rows) <= copies_together(rows.shape[1], length, BOUNDS, WIDTH)
         assert rows.shape[1] <= (BOUNDS.batch if length <= BOUNDS.chunk else 1)
+
+
+@pytest.mark.parametrize(
+    ("length", "width", "directions", "rows", "copies"),
+    [
+        (64, WIDTH, 0, 4, 2),
+        (100, WIDTH, 0, 4, 1),
+        (64, 64, 0, 4, 3),
+        (64, WIDTH, 4, 2, None),
+        (100, WIDTH, 8, 1, None),
+        (300, 64, 0, 1, 1),
+    ],
+    ids=["a wide model", "longer rows", "a narrow model", "directions", "one row at least", "in chunks"],
+)
+def test_few_tokens_pass_a_block_together_so_that_they_stay_in_the_cache(
+    length: int, width: int, directions: int, rows: int, copies: int | None
+) -> None:
+    alike, lengths = np.arange(8), np.full(8, length)
+    groups = [*length_groups(alike, lengths, BOUNDS, width, 1 + directions)]
+    assert {*map(len, groups)} == {rows}
+    if copies is not None:
+        assert copies_together(rows, length, BOUNDS, width) == copies
 
 
 @given(st.integers(0, 50), st.integers(1, 9), st.integers(0, 9))
