@@ -60,7 +60,7 @@ class ChainEngine(CheckedEngine):
         queries = len(next(iter(directions.values())))
         outputs, derivatives = readout.empty(), readout.empty(queries)
         for numbers in forward.micro_batches(1 + queries):
-            parts = forward.of_one_copy(numbers, forward.trunk(numbers))
+            parts = forward.of_one_copy(numbers, forward.trunk(numbers), queries)
             for query_slice in slices(queries, self._chain.bounds.queries):
                 directed = forward.with_directions(parts, directions, query_slice)
                 forward.run_blocks(directed, JVP, self._above)

@@ -85,9 +85,9 @@ class Forward:
 
     def with_copies(self, numbers: IntArray, trunk: Trunk, copies: slice) -> list[Batch]:
         """Return parts of some sequences with some copies of the adapter."""
-        bounds = self.chain.bounds
+        limits = self.chain.bounds, self.chain.width
         if len(self.call.adapters) == 1:
-            groups = single_adapter_groups(numbers, self._layouts, bounds)
+            groups = single_adapter_groups(numbers, self._layouts, *limits)
             return [self._part(rows, np.zeros(len(rows), np.int64), trunk) for rows in groups]
         return [
             self._part(
@@ -95,18 +95,19 @@ class Forward:
                 np.arange(copy_slice.start, copy_slice.stop),
                 trunk,
             )
-            for rows in layout_groups(numbers, self._layouts, bounds)
+            for rows in layout_groups(numbers, self._layouts, *limits)
             for copy_slice in slices(
-                copies.stop, copies_together(int(self.lengths[rows[0]]), bounds), copies.start
+                copies.stop, copies_together(len(rows), int(self.lengths[rows[0]]), *limits), copies.start
             )
         ]
 
-    def of_one_copy(self, numbers: IntArray, trunk: Trunk) -> list[Batch]:
+    def of_one_copy(self, numbers: IntArray, trunk: Trunk, queries: int = 0) -> list[Batch]:
         """Return parts of some sequences with the only adapter, each with as many rows as a call takes."""
-        one = np.zeros(1, np.int64)
+        one, bounds = np.zeros(1, np.int64), self.chain.bounds
+        values = 1 + min(queries, bounds.queries)
         return [
             self._part(rows[None], one, trunk)
-            for rows in layout_groups(numbers, self._layouts, self.chain.bounds)
+            for rows in layout_groups(numbers, self._layouts, bounds, self.chain.width, values)
         ]
 
     def with_directions(self, parts: Sequence[Batch], directions: Directions, queries: slice) -> list[Batch]:
@@ -157,7 +158,7 @@ class Forward:
 
     def _computed(self, numbers: IntArray) -> Trunk:
         parts = []
-        for rows in single_adapter_groups(numbers, self._layouts, self.chain.bounds):
+        for rows in single_adapter_groups(numbers, self._layouts, self.chain.bounds, self.chain.width):
             tokens = tokens_of(self.call.sequences, rows, int(self.lengths[rows.flat[0]]))
             copy = np.zeros(len(rows), np.int64)
             parts.append(self._new_part(rows, copy, {"tokens": tokens}, SharedValues(self.chain)))

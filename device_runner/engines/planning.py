@@ -108,27 +108,34 @@ class Layout:
         return is_hidden
 
 
-def layout_groups(rows: IntArray, layouts: Sequence[Layout], bounds: Bounds) -> Iterator[IntArray]:
-    """Yield groups of rows that pass a block together: rows of one layout, as many as fit into a call.
+def layout_groups(
+    rows: IntArray, layouts: Sequence[Layout], bounds: Bounds, width: int, values: int = 1
+) -> Iterator[IntArray]:
+    """Yield groups of rows that pass a block together: rows of one layout, as many as a call takes.
 
     Args:
         rows: numbers of sequences, i64 [rows].
         layouts: layouts of all sequences.
         bounds: bounds of a call.
+        width: width of the hidden states.
+        values: values of each token: 1, or 1 + the number of directions.
     """
     for layout, alike in _rows_by_layout(rows, layouts):
-        for row_slice in slices(len(alike), _rows_together(layout, bounds)):
+        for row_slice in slices(len(alike), _batch_together(layout.length, bounds, width, values)):
             yield alike[row_slice]
 
 
-def single_adapter_groups(rows: IntArray, layouts: Sequence[Layout], bounds: Bounds) -> Iterator[IntArray]:
+def single_adapter_groups(
+    rows: IntArray, layouts: Sequence[Layout], bounds: Bounds, width: int
+) -> Iterator[IntArray]:
     """Yield groups i64 [copies, batch] of rows with one adapter, which also fill the axis of copies."""
     for layout, alike in _rows_by_layout(rows, layouts):
-        batch = _rows_together(layout, bounds)
+        batch = _batch_together(layout.length, bounds, width)
         whole = len(alike) // batch * batch
         for part in (alike[:whole].reshape(-1, batch), alike[whole:].reshape(1, -1)):
-            for copy_slice in slices(len(part) if part.size else 0, copies_together(layout.length, bounds)):
-                yield part[copy_slice]
+            if part.size:
+                copies = copies_together(part.shape[1], layout.length, bounds, width)
+                yield from (part[copy_slice] for copy_slice in slices(len(part), copies))
 
 
 def _rows_by_layout(rows: IntArray, layouts: Sequence[Layout]) -> Iterator[tuple[Layout, IntArray]]:
@@ -138,14 +145,13 @@ def _rows_by_layout(rows: IntArray, layouts: Sequence[Layout]) -> Iterator[tuple
         yield layout, rows[[each == layout for each in of_rows]]
 
 
-def _rows_together(layout: Layout, bounds: Bounds) -> int:
-    """Return the largest number of rows of a layout in a batch."""
-    return bounds.batch if layout.length <= bounds.chunk else 1
+def copies_together(batch: int, length: int, bounds: Bounds, width: int) -> int:
+    """Return the largest number of copies of `batch` rows of a padded length that pass a block together."""
+    return max(1, min(bounds.copies, bounds.rows_together(length, width) // batch))
 
 
-def copies_together(length: int, bounds: Bounds) -> int:
-    """Return the largest number of copies of rows of a padded length that pass a block together."""
-    return bounds.copies if length <= bounds.chunk else 1
+def _batch_together(length: int, bounds: Bounds, width: int, values: int = 1) -> int:
+    return min(bounds.batch, bounds.rows_together(length, width, values))
 
 
 def slices(stop: int, max_size: int, start: int = 0) -> Iterator[slice]:

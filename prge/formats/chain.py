@@ -75,6 +75,9 @@ _MAX_SCORES, _MIN_CHUNK = 1 << 21, 64
 # Value that masks add to the scores of hidden tokens: the exponential of its sum with any score is exactly 0
 # in float32, and no sum overflows.
 MASKED = -3e4
+# Elements of the hidden states that pass a block together: many more would leave the caches. A wide
+# model has more, because calls for far fewer tokens than MAX_WHOLE_TOKENS take longer per token.
+_ELEMENTS_TOGETHER = 1 << 18
 _REMEDY = "Export the bundle again with this version of prge."
 
 
@@ -131,6 +134,19 @@ class Bounds:
             context=max(tokens, context),
             chunk=chunk,
         )
+
+    def rows_together(self, length: int, width: int, values: int = 1) -> int:
+        """Return how many rows of one length pass a block together, over all copies of the adapter.
+
+        Args:
+            length: tokens of a row, with padding.
+            width: width of the hidden states.
+            values: values of each token: 1, or 1 + the number of directions.
+        """
+        if length > self.chunk:
+            return 1
+        tokens = max(MAX_WHOLE_TOKENS, _ELEMENTS_TOGETHER // width)
+        return max(1, round(tokens / (length * values)))
 
     @property
     def per_call(self) -> Bounds:

@@ -433,7 +433,7 @@ def estimate_run_memory(
     bounds = Bounds.for_rows(outline.longest, is_encoder=outline.head is None)
     saved = _residual_bytes(outline, shape, weights, loaded) if shape.is_exact and engine == "native" else 0
     methods = {FORWARD, BACKWARD, *([FORWARD_SAVE] if saved else [])} if shape.is_exact else {shape.role}
-    call = _largest_call(shape, bounds)
+    call = _largest_call(outline, shape, bounds)
     if engine == "native":
         arena = _arena(outline, shape, bounds, call)
     else:
@@ -479,12 +479,13 @@ class _Call:
     targets: int
 
 
-def _largest_call(shape: StepShape, bounds: Bounds) -> _Call:
+def _largest_call(outline: ModelSizes, shape: StepShape, bounds: Bounds) -> _Call:
     """Return the sizes of the largest call of a block in a step; a row in chunks has calls of its own."""
     queries, length = min(shape.queries, bounds.queries), shape.tokens
     rows = min(shape.copies, bounds.copies) * min(shape.sequences_at_once, bounds.batch)
+    rows = min(rows, bounds.rows_together(length, outline.width, 1 + queries))
     targets = min(shape.rows * shape.targets, bounds.states // (1 + queries))
-    return _Call(1 if length > bounds.chunk else rows, queries, min(length, bounds.chunk), targets)
+    return _Call(rows, queries, min(length, bounds.chunk), targets)
 
 
 def _arena(outline: ModelSizes, shape: StepShape, bounds: Bounds, call: _Call) -> int:

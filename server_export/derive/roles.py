@@ -35,6 +35,7 @@ from server_export.ir.modules import copy_graph_module
 from server_export.ir.recurrences import expand
 from server_export.ir.rewriting import share_equal_calls
 from server_export.ir.shapes import fill_in_values
+from server_export.trace.rotation import write_rotations_as_copies
 
 # Backward passes use values that the forward pass computes too.
 _SHARE_VALUES = (Derivative.BACKWARD, Derivative.SAVE, Derivative.BACKWARD_SAVED)
@@ -81,7 +82,7 @@ def derive_together(block: Block, role: Role, saves: bool = True) -> dict[Role, 
                 replace(role, derivative=derivative): part for derivative, part in parts.items()
             }
             derived = backward_roles if saves else {role: backward_roles[role]}
-    return {each: _in_core_operators(part, each.derivative) for each, part in derived.items()}
+    return {each: _in_core_operators(part, each) for each, part in derived.items()}
 
 
 def is_head(block: Block) -> bool:
@@ -161,11 +162,13 @@ def _partitioned(block: Block, rows: int) -> dict[Derivative, Block]:
     }
 
 
-def _in_core_operators(block: Block, derivative: Derivative) -> Block:
+def _in_core_operators(block: Block, role: Role) -> Block:
     graph_module = block.graph_module
     fill_in_values(graph_module)
     write_core_operators(graph_module)
-    if derivative in _SHARE_VALUES:
+    if role.view is not View.TOKEN:
+        write_rotations_as_copies(graph_module)
+    if role.derivative in _SHARE_VALUES:
         share_equal_calls(graph_module.graph)
     # A new instance, because cached inputs may have been removed.
     return replace(block)

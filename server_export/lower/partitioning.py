@@ -27,6 +27,8 @@ from torch.export.graph_signature import ExportGraphSignature
 from torch.fx import Graph, Node
 from torch.fx.passes.infra.partitioner import Partition
 
+from server_export.lower.slices import CONFIGS
+
 
 class LevelPartitioner(XnnpackPartitioner):
     """Groups all operators that XNNPACK supports, float and dynamically quantized, by level.
@@ -41,7 +43,7 @@ class LevelPartitioner(XnnpackPartitioner):
     """
 
     def __init__(self, limit: int | None = None) -> None:
-        super().__init__()
+        super().__init__(configs=CONFIGS)
         self._limit = limit
         # The superclass warns about conversions that decompose operators of XNNPACK; this one doesn't.
         logging.getLogger(XnnpackPartitioner.__module__).setLevel(logging.ERROR)

@@ -21,6 +21,8 @@ from prge.engine import MAX_HIDDEN_STATES, IntArray, TokenSequence
 from prge.formats.chain import Bounds
 
 BOUNDS = Bounds(copies=3, batch=4, tokens=300, chunk=100)
+# A block of this width takes about 512 tokens, as few as any.
+WIDTH = 4096
 COUNTS = st.lists(st.integers(1, BOUNDS.tokens), min_size=1, max_size=40)
 
 
@@ -82,7 +84,7 @@ def test_every_row_is_computed_once_and_only_with_rows_of_its_layout(
     counts: list[int], data: st.DataObject
 ) -> None:
     layouts, numbers = layouts_of(counts, data), some_of(counts, data)
-    result = [*layout_groups(numbers, layouts, BOUNDS)]
+    result = [*layout_groups(numbers, layouts, BOUNDS, WIDTH)]
     assert sorted(np.concatenate(result).tolist()) == numbers.tolist()
     lengths = [layouts[rows[0]].length for rows in result]
     assert lengths == sorted(lengths)
@@ -95,12 +97,12 @@ def test_every_row_is_computed_once_and_only_with_rows_of_its_layout(
 @given(COUNTS, st.data())
 def test_rows_of_one_adapter_replace_copies_too(counts: list[int], data: st.DataObject) -> None:
     layouts, numbers = layouts_of(counts, data), some_of(counts, data)
-    result = [*single_adapter_groups(numbers, layouts, BOUNDS)]
+    result = [*single_adapter_groups(numbers, layouts, BOUNDS, WIDTH)]
     assert sorted(np.concatenate([rows.ravel() for rows in result]).tolist()) == numbers.tolist()
     for rows in result:
         length = layouts[rows.flat[0]].length
         assert {layouts[number] for number in rows.ravel()} == {layouts[rows.flat[0]]}
-        assert len(rows) <= copies_together(length, BOUNDS)
+        assert len(rows) <= copies_together(rows.shape[1], length, BOUNDS, WIDTH)
         assert rows.shape[1] <= (BOUNDS.batch if length <= BOUNDS.chunk else 1)
 
 
@@ -125,6 +127,28 @@ def test_tokens_of_a_row_without_branches_see_those_before_them() -> None:
     assert layout.positions.tolist() == [0, 1, 2]
     assert (~layout.hides()).astype(int).tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
     assert (~layout.hides(1)).astype(int).tolist() == np.eye(3).tolist()
+
+
+@pytest.mark.parametrize(
+    ("length", "width", "directions", "rows", "copies"),
+    [
+        (64, WIDTH, 0, 4, 2),
+        (100, WIDTH, 0, 4, 1),
+        (64, 64, 0, 4, 3),
+        (64, WIDTH, 4, 2, None),
+        (100, WIDTH, 8, 1, None),
+        (300, 64, 0, 1, 1),
+    ],
+    ids=["a wide model", "longer rows", "a narrow model", "directions", "one row at least", "in chunks"],
+)
+def test_few_tokens_pass_a_block_together_so_that_they_stay_in_the_cache(
+    length: int, width: int, directions: int, rows: int, copies: int | None
+) -> None:
+    alike, layouts = np.arange(8), [Layout(length)] * 8
+    groups = [*layout_groups(alike, layouts, BOUNDS, width, 1 + directions)]
+    assert {*map(len, groups)} == {rows}
+    if copies is not None:
+        assert copies_together(rows, length, BOUNDS, width) == copies
 
 
 @given(st.integers(0, 50), st.integers(1, 9), st.integers(0, 9))
