@@ -38,8 +38,10 @@ from server_export.trace.positions import position_numbers
 class TorchEngine:
     """An implementation of `prge.engine.Engine` with a transformers model.
 
-    Arrays have the precision of the network: float32, or float64 for references. Sequences are computed one
-    by one, since some models are wrong for padded batches, or all at once with `padding`.
+    Arrays have the precision of the network: float32, or float64 for references. With a network in bfloat16,
+    outputs are float32, and an adapter's values are rounded to bfloat16 where they are used.
+
+    Sequences are computed one by one, since some models are wrong for padded batches, or all at once with `padding`.
 
     Attributes:
         network: the transformers model, without an adapter.
@@ -207,7 +209,7 @@ class TorchEngine:
         """Add an adapter to the network while the context is active; for `values` see `call`."""
         with ExitStack() as hooks:
             if values is not None:
-                trained = split_adapter_values(self.model.modules, values)
+                trained = split_adapter_values(self.model.modules, values.to(self.dtype))
                 for module in self.model.modules:
                     layer = self.network.get_submodule(module.name)
                     hook = partial(_add, *self._matrices(module, trained))
@@ -227,9 +229,9 @@ class TorchEngine:
         tokens = torch.tensor([sequence.tokens])
         if self.model.is_encoder:
             states = hidden_states_of(self.call(values, input_ids=tokens), len(sequence.tokens))
-            return states[:, 0] if self.pooling == "first" else states.mean(1)
+            return _precise(states[:, 0] if self.pooling == "first" else states.mean(1))
         _, positions, targets = _targets([sequence])
-        return torch.log_softmax(self.logits(tokens, values)[0], -1)[positions, targets]
+        return torch.log_softmax(_precise(self.logits(tokens, values)[0]), -1)[positions, targets]
 
     def _padded_outputs(
         self, sequences: Sequence[TokenSequence], values: torch.Tensor | None, padding: int
@@ -238,7 +240,7 @@ class TorchEngine:
         if self.model.is_encoder:
             token_mask = torch.from_numpy(mask)
             output = self._call_padded(values, tokens, attention_mask=token_mask)
-            states = hidden_states_of(output, tokens.shape[1])
+            states = _precise(hidden_states_of(output, tokens.shape[1]))
             if self.pooling == "first":
                 return states[:, 0]
             weights = token_mask.to(states.dtype).unsqueeze(1)
@@ -256,7 +258,7 @@ class TorchEngine:
             logits = self._call_padded(values, tokens[:, :longest]).logits[0]
         finally:
             hook.remove()
-        return torch.log_softmax(logits, -1)[index, targets]
+        return torch.log_softmax(_precise(logits), -1)[index, targets]
 
     def _call_padded(self, values: torch.Tensor | None, tokens: IntArray, **inputs: torch.Tensor) -> Any:
         if self.positions is not None:
@@ -363,6 +365,11 @@ def _targets(sequences: Sequence[TokenSequence]) -> tuple[torch.Tensor, torch.Te
     ]
     rows, positions, tokens = torch.tensor(targets, dtype=torch.long).reshape(-1, 3).unbind(1)
     return rows, positions, tokens
+
+
+def _precise(outputs: torch.Tensor) -> torch.Tensor:
+    """Return outputs of a network in bfloat16 as float32, in which losses are computed; others unchanged."""
+    return outputs.float() if outputs.dtype == torch.bfloat16 else outputs
 
 
 def _add(

@@ -23,6 +23,7 @@ METHODS = {
     "tangent": "tangents, 4 queries",
     "exact": "exact gradients",
     "backprop-lora-fa": "PyTorch, LoRA-FA",
+    "backprop-lora-fa-bf16": "PyTorch, LoRA-FA, bfloat16",
     "backprop-lora": "PyTorch, LoRA",
     "mezo": "PyTorch, MeZO on all weights",
     "backprop-full": "PyTorch, all weights",
@@ -35,8 +36,8 @@ rows; development rows choose learning rate and step; test rows are read once. A
 and forward passes, of which a backward pass counts as two. A step has 16 examples, or 16 divided by the
 number of queries. MeZO's estimate is P-RGE's with one query, on LoRA-FA. A figure with a range [lowest,
 highest] is the mean over the seeds of its line. The target is 80 % of the way from the first to the lowest
-development loss of PyTorch's LoRA-FA. Memory is that of steps over the loaded model. PyTorch computes in
-float32 with the bundle's weights; bfloat16 was not run.
+development loss of PyTorch's LoRA-FA. Memory is that of steps over the loaded model. PyTorch computes with
+the bundle's weights, in float32 unless a line names bfloat16.
 """
 NONE, MAIN = "–", "sst2-int4-query-value"
 VERDICTS = ("holds", "holds in part", "does not hold", "was not measured")

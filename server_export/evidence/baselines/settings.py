@@ -16,6 +16,7 @@ from server_export.evidence.baselines.methods import METHODS, BaselineOptimizer,
 BEST = "best.pt"
 
 SearchName = Literal["greedy", "evolutionary"]
+_IN_BFLOAT16: tuple[MethodName, ...] = ("backprop-lora-fa", "backprop-lora")
 # The method that a setting belongs to.
 _OWN: dict[str, MethodName] = {
     "epsilon": "mezo",
@@ -41,6 +42,8 @@ class BaselineSettings(TrainingFlags):
     """Training method."""
     model: str
     """Folder, GGUF file or hub id of the model that the bundle was exported from."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Data type of the model's weights and activations, for methods of LoRA. The adapter is float32."""
     threads: int | None = None
     """Number of threads; default: PyTorch chooses."""
     test: TestRows | None = None
@@ -74,6 +77,11 @@ class BaselineSettings(TrainingFlags):
             for name, owner in _OWN.items()
             if self.method != owner and getattr(self, name) != getattr(BaselineSettings, name)
         ]
+        if self.dtype != "float32" and self.method not in _IN_BFLOAT16:
+            problems.append(
+                f"--dtype is {self.dtype}, which only {' and '.join(_IN_BFLOAT16)} support, "
+                f"but the method is {self.method}"
+            )
         if problems:
             raise ConfigError(
                 "Cannot use these settings:",

@@ -58,6 +58,8 @@ def train_baseline(settings: BaselineSettings, bundle: Bundle, inputs: BaselineI
     rows, seed = inputs.train, settings.seed
     head = load_head(bundle, bundle.adapter, inputs.task, rows[0].candidates)
     problem = ModelProblem(bundle, base, rows, inputs.pad, batch_size, seed, settings.head_folds, head)
+    if settings.dtype == "bfloat16":
+        problem.engine.to(torch.bfloat16)
     if not entry.adapts:
         problem.merge_adapter()
     learner = BaselineLearner(settings, inputs, make(problem, settings))

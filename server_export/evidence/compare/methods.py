@@ -12,7 +12,7 @@ from prge.errors import ConfigError
 from prge.training.estimators.protocol import BACKPROPAGATION_PASSES
 from prge.training.estimators.table import ESTIMATORS, EstimatorName
 from server_export.evidence.baselines.methods import METHODS as PYTORCH
-from server_export.evidence.baselines.methods import MethodEntry
+from server_export.evidence.baselines.methods import MethodEntry, MethodName
 from server_export.evidence.compare.settings import CompareSettings
 
 
@@ -68,6 +68,12 @@ def _in_pytorch(name: str, entry: MethodEntry) -> ComparedMethod:
     return ComparedMethod(name, entry.title, entry.learning_rate, entry.forward_only, run)
 
 
+def _in_bfloat16(name: MethodName) -> ComparedMethod:
+    entry, run = PYTORCH[name], {"method": name, "dtype": "bfloat16"}
+    title = f"{entry.title}, in bfloat16"
+    return ComparedMethod(f"{name}-bf16", title, entry.learning_rate, entry.forward_only, run)
+
+
 _DIFFERENCES = "P-RGE: differences between the losses of {} of perturbed adapters, all in one call"
 _DERIVATIVES = "forward-mode differentiation: exact derivatives of the loss along {} random directions"
 _ONE_SIDED = "FZOO: 7 perturbed adapters against an unperturbed one, divided by their losses' deviation"
@@ -86,6 +92,8 @@ METHODS: dict[str, ComparedMethod] = {
         _on_engine("fzoo", "fzoo", 4, _ONE_SIDED, directions=7),
         ComparedMethod("exact", _EXACT, 1e-2, False, {}, "exact"),
         *(_in_pytorch(name, entry) for name, entry in PYTORCH.items()),
+        _in_bfloat16("backprop-lora-fa"),
+        _in_bfloat16("backprop-lora"),
     )
 }
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+from prge.errors import ConfigError
 from prge.formats.adapter import views
 from server_export.evidence.baselines.backpropagation import Backpropagation, prepare
 from server_export.evidence.baselines.methods import METHODS
 from server_export.evidence.baselines.problem import ModelProblem
+from tests.refusals import raises
 from tests.rows import bigram_completions
 from tests.server_export.evidence.baselines.problems import (
     build_problem,
@@ -44,6 +48,26 @@ def test_every_method_learns(tmp_path: Path, method: str, optimizer: Any) -> Non
     losses = [trained.step(ROWS, rate).loss for _ in range(30)]
     assert losses[-1] < 0.9 * losses[0]
     assert trained.step(ROWS, 0.0).forward_passes == 3 * len(ROWS)
+
+
+@pytest.mark.parametrize("method", ["backprop-lora-fa", "backprop-lora"])
+def test_the_adapter_learns_in_float32_through_a_model_in_bfloat16(tmp_path: Path, method: str) -> None:
+    problem, trained = make(method, tmp_path, dtype="bfloat16")
+    exact = problem.engine.outputs(ROWS[0].sequences, problem.values)
+    problem.engine.to(torch.bfloat16)
+    rounded = problem.engine.outputs(ROWS[0].sequences, problem.values)
+    assert rounded.dtype == exact.dtype == torch.float32
+    assert 0 < (rounded - exact).abs().max() < 0.05
+    losses = [trained.step(ROWS, 2e-3).loss for _ in range(30)]
+    assert losses[-1] < 0.9 * losses[0]
+    assert problem.adapter.values.dtype == np.float32
+    assert problem.model.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("method", ["backprop-full", "mezo", "executorch-training"])
+def test_other_methods_refuse_bfloat16(method: str) -> None:
+    with raises(ConfigError, "settings-unusable", containing=method):
+        method_settings(method, dtype="bfloat16")
 
 
 @pytest.mark.parametrize("method", BACKPROPAGATION)

@@ -83,7 +83,10 @@ def test_pytorch_methods_have_settings_that_the_verb_takes(name: str, tmp_path: 
     plan = PlannedRun(10, 1e-3, 3, (0, 5, 10), with_test=True)
     chosen = run_settings(METHODS[name], settings, plan, tmp_path / "bundle", ROWS, tmp_path / "run")
     read = parsed(BaselineSettings, chosen, tmp_path)
-    assert (read.method, read.batch_size, read.test) == (name, 16, ROWS["test"])
+    assert (read.method, read.dtype) == (
+        (name.removesuffix("-bf16"), "bfloat16") if name.endswith("-bf16") else (name, "float32")
+    )
+    assert (read.batch_size, read.test) == (16, ROWS["test"])
     plan = PlannedRun(10, 1e-3, 3, (0, 5, 10))
     chosen = run_settings(METHODS[name], settings, plan, tmp_path / "bundle", ROWS, tmp_path / "run")
     assert chosen["test"] is None
