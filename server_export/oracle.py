@@ -41,7 +41,8 @@ class TorchEngine:
     Arrays have the precision of the network: float32, or float64 for references. With a network in bfloat16,
     outputs are float32, and an adapter's values are rounded to bfloat16 where they are used.
 
-    Sequences are computed one by one, since some models are wrong for padded batches, or all at once with `padding`.
+    Sequences are computed one by one, since some models are wrong for padded batches, or all at once with
+    `padding`.
 
     Attributes:
         network: the transformers model, without an adapter.
