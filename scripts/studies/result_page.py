@@ -107,8 +107,9 @@ def answer(main: Comparison | None, judged: Sequence[Claim]) -> Iterator[str]:
     if main and means:
         ranked = sorted(means, key=means.__getitem__, reverse=True)
         texts = [f"{METHODS[name]} {cell(main['methods'][name]['test_accuracy'], 100)} %" for name in ranked]
-        seeds = " or ".join(sorted({str(len(main["methods"][name]["seeds"])) for name in means}))
-        yield f"Accuracies on {main['rows']['test']:,} test rows of SST-2, int4 weights, {seeds} seeds and"
+        counts = sorted({len(main["methods"][name]["seeds"]) for name in means})
+        seeds = " or ".join(map(str, counts)) + (" seed" if counts == [1] else " seeds")
+        yield f"Accuracies on {main['rows']['test']:,} test rows of SST-2, int4 weights, {seeds} and"
         yield f"{main['budget_value']:,.0f} forward passes a run: {'; '.join(texts)}."
         for _, (p_rge, exact) in pairs([main], "p-rge", "exact", of="forward_passes_to_target"):
             yield f"P-RGE computes {p_rge / exact:.0f} times as many passes as exact gradients to the target."
