@@ -55,7 +55,7 @@ class MethodMeta:
 
 @dataclass(frozen=True)
 class Store:
-    """A copy of a call's output into a cache, one position for each row, after the call.
+    """Copies an output of a call into a cache after the call, each row to its own position.
 
     Attributes:
         values: the output, contiguous [rows, heads, width].

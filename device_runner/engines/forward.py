@@ -84,7 +84,7 @@ class Forward:
         return slices(copies, 1 if is_in_chunks else copies)
 
     def with_copies(self, numbers: IntArray, trunk: Trunk, copies: slice) -> list[Batch]:
-        """Return parts of some sequences with some copies of the adapter."""
+        """Return batches that compute the given sequences with the given copies of the adapter."""
         limits = self.chain.bounds, self.chain.width
         if len(self.call.adapters) == 1:
             groups = single_adapter_groups(numbers, self._layouts, *limits)

@@ -83,12 +83,12 @@ class Tables:
         return "int64", (1, length)
 
     def of(self, number: int, length: int, start: int = 0, branches: tuple[int, ...] = ()) -> Array:
-        """Return a table for rows of `length` tokens that follow `start` other tokens.
+        """Return a table for `length` tokens of a row, the first of which is at position `start`.
 
         Args:
             number: number of the table.
             length: tokens of a row.
-            start: tokens before them.
+            start: position of the first token.
             branches: where the branches of the rows start, for rows without tokens before them.
         """
         key = (number, length, start, branches)

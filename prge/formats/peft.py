@@ -616,7 +616,7 @@ def _rank_problems(config: Mapping[str, Any], modules: Sequence[AdaptedModule]) 
 def _pair_problems(
     config: Mapping[str, Any], lora_a: Mapping[str, FloatArray], lora_b: Mapping[str, FloatArray]
 ) -> list[str]:
-    """Return a problem for each module that lacks a matrix or whose rank differs from the configuration."""
+    """Describe each module that lacks a matrix, or has another rank than adapter_config.json says."""
     problems = [
         f"{module} has only one of lora_A and lora_B" for module in sorted(lora_a.keys() ^ lora_b.keys())
     ]

@@ -112,8 +112,8 @@ def bench(arguments: argparse.Namespace, model: str, folder: Path) -> dict[str, 
                     "reason": long if isinstance(error, TimeoutError) else str(error)
                 }
                 print(f"{method}: {figures_by_method[method]['reason']}", file=sys.stderr)
-        turns = {method: partial(step, method) for method in steps}
-        seconds = measure_in_turns(turns, arguments.repeats)
+        timed_steps = {method: partial(step, method) for method in steps}
+        seconds = measure_in_turns(timed_steps, arguments.repeats)
         for method, server in steps.items():
             figures_by_method[method] = {
                 "seconds": median(seconds, method),

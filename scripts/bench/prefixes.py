@@ -119,12 +119,12 @@ def bench(case: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
     figures: dict[str, Any] = {"rows": len(variants["together"].examples)}
     figures["tokens"] = {name: token_count(variant.examples) for name, variant in variants.items()}
-    turns = {"score": {name: scoring(variant) for name, variant in variants.items()}}
+    measurements = {"score": {name: scoring(variant) for name, variant in variants.items()}}
     for estimator in STEPS[case]:
-        turns[estimator] = {name: step(variant, estimator) for name, variant in variants.items()}
-    for measured, by_variant in turns.items():
+        measurements[estimator] = {name: step(variant, estimator) for name, variant in variants.items()}
+    for measured, by_variant in measurements.items():
         rounds = measure_in_turns(by_variant, arguments.repeats)
-        seconds = [{name: each[0] for name, each in turn.items()} for turn in rounds]
+        seconds = [{name: each[0] for name, each in timings.items()} for timings in rounds]
         losses = {name: loss for name, (_, loss) in rounds[0].items()}
         figures[measured] = {
             "together_over_separate": median(seconds, "together", over="separate"),

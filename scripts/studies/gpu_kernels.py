@@ -145,12 +145,12 @@ class OpenCLTrainer:
             self._events.append(("copy_out", event))
 
     def parameters(self) -> list[Array]:
-        """Return weights and biases in the order of the layers."""
+        """Return the weight and the bias of each layer, the first layer first."""
         self._read(self._weights)
         return [*self._weights.values()]
 
     def pop_seconds(self) -> dict[str, float]:
-        """Return the device's seconds of copies and kernels since the last call."""
+        """Return the seconds that the device spent on copies and kernels since the last call."""
         self._queue.finish()
         seconds = dict.fromkeys(PARTS, 0.0)
         for part, event in self._events:

@@ -57,10 +57,10 @@ class Trainer(Protocol):
         """Take a step on a batch; return its mean loss."""
 
     def parameters(self) -> list[Array]:
-        """Return weights and biases in the order of the layers."""
+        """Return the weight and the bias of each layer, the first layer first."""
 
     def pop_seconds(self) -> dict[str, float]:
-        """Return the device's seconds of copies and kernels since the last call, if it measures them."""
+        """Return the seconds that the device spent on copies and kernels, if it measures them."""
         return {}
 
 

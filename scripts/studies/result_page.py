@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from result_rows import MANNER, TASKS, TEXTS
+from result_rows import STYLE, TASKS, TEXTS
 
 from prge.report.charts import Line, LineStyle, arrange_charts, line_chart, standalone_svg
 from prge.report.document import Block, Bullets, Code, Heading, Paragraph, Picture, Table
@@ -46,7 +46,7 @@ SPEEDUPS = {
     "outer_speedup": "all queries in one call (outer loop) are faster",
     "parallel_speedup": "both loops in one call are faster, on a phone's NPU up to 4.3 times",
 }
-ANSWERS = {"manner": "in the manner, %", "right": "exactly right, %"}
+ANSWERS = {"style": "in the style, %", "right": "exactly right, %"}
 AXES = {"forward_passes": "forward passes", "seconds": "seconds of training", "memory": "MB of steps"}
 # A smaller ratio of seconds is no speed-up.
 LEAST_SPEEDUP = 1.05
@@ -56,7 +56,7 @@ Claim = tuple[str, str, str]  # of the P-RGE paper (arXiv 2409.15520), what was 
 
 
 def write_page(results: Mapping[str, Any], page: Path) -> None:
-    """Replace the part of a page between the two marks, and write its charts into the folder `figures`."""
+    """Write the generated part of a page, and its charts into the folder `figures` next to the page."""
     before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
     _, mark, after = rest.partition(END)
     if not mark:
@@ -143,14 +143,14 @@ def number(value: float) -> str:
 
 def task_blocks(task: str, comparisons: Sequence[Comparison]) -> Iterator[Block]:
     """Yield the table of a task, and its numbers of rows."""
-    quality = {TEXTS: ("perplexity", 1, "perplexity", NONE), MANNER: ("test_loss", 1, "loss", NONE)}
+    quality = {TEXTS: ("perplexity", 1, "perplexity", NONE), STYLE: ("test_loss", 1, "loss", NONE)}
     figures = [
         quality.get(task, ("test_accuracy", 100, "accuracy, %", NONE)),
         ("forward_passes_to_target", 1, "passes to the target", "not reached"),
         ("seconds_to_target", 1, "seconds to the target", "not reached"),
         ("step_seconds", 1, "seconds a step", NONE),
         ("activation_mb", 1, "memory, MB", NONE),
-        *[(name, 100, title, NONE) for name, title in ANSWERS.items() if task == MANNER],
+        *[(name, 100, title, NONE) for name, title in ANSWERS.items() if task == STYLE],
     ]
     figures = figures[3:5] if comparisons[0]["is_memory"] else figures
     rows = []
@@ -178,8 +178,8 @@ def task_blocks(task: str, comparisons: Sequence[Comparison]) -> Iterator[Block]
 
 
 def chart(comparison: Comparison, axis: str, text: str) -> str:
-    """Return a chart of accuracies or losses over an axis: development rows, or test rows over memory."""
-    lines, figure = [], "loss" if comparison["task"] in (MANNER, TEXTS) else "accuracy"
+    """Return a line chart of accuracy or loss over forward passes, seconds or memory."""
+    lines, figure = [], "loss" if comparison["task"] in (STYLE, TEXTS) else "accuracy"
     for hue, (name, method) in enumerate((name, comparison["methods"].get(name)) for name in METHODS):
         curve = [(point.get(axis), point[figure]) for point in method["curve"]] if method else []
         if method and axis == "memory":

@@ -34,7 +34,7 @@ class StudyTask(NamedTuple):
     passes: float = 1.0
 
 
-MANNER, TEXTS = "manner", "wikitext"
+STYLE, TEXTS = "style", "wikitext"
 TASKS: dict[str, StudyTask] = {
     "sst2": StudyTask("SST-2", files=("train.tsv", "dev.tsv")),
     "rte": StudyTask("RTE", group="premise"),
@@ -43,7 +43,7 @@ TASKS: dict[str, StudyTask] = {
     "copa": StudyTask("COPA", (300, 100, 100)),
     # Long rows: fewer passes, and fewer rows to score.
     "multirc": StudyTask("MultiRC", (1000, 100, 500), group="paragraph", passes=0.25),
-    MANNER: StudyTask("A manner of answering", (300, 60, 100)),
+    STYLE: StudyTask("A style of answers", (300, 60, 100)),
     TEXTS: StudyTask("WikiText", (800, 100, 100)),
 }
 
@@ -60,7 +60,7 @@ def write_task(name: str, data: Path, folder: Path) -> Path:
 def make_splits(name: str, data: Path) -> dict[str, Rows]:
     """Return the rows of a task by split, always the same; `data` is the folder of its data set."""
     task = TASKS[name]
-    if name == MANNER:
+    if name == STYLE:
         return {**style.make_rows()}
     if name == TEXTS:
         passages = json.loads((data / "wikitext_1000.json").read_text(encoding="utf-8"))

@@ -9,7 +9,7 @@ SuperGLUE's train.jsonl and val.jsonl; wikitext with wikitext_1000.json, a list 
     memory   `prge compare` for a few steps, with methods that train all weights
     compare  `prge compare` for each task, frozen weights and adapted layers: all methods get the same rows,
              forward passes (a backward pass counts as two) and number of learning rates to try
-    answers  `prge generate` with the adapters of the task `manner`, whose answers are scored by rule
+    answers  `prge generate` with the adapters of the task `style`, whose answers are scored by rule
 
 Then everything that exists is reported; `--parts` without a name only reports. What is finished is kept: the
 same command continues the study, and parts can be selected. All comparisons get their first seed before one
@@ -17,7 +17,7 @@ gets its second. `--passes` and `--threads` are fixed once a comparison has begu
 
 Two cores need about 0.6 ms a token and pass (docs/performance.md). With 32,000 passes (1,000 steps of P-RGE
 with 4 queries, 666 of backpropagation), three learning rates and three seeds, a method should need 0.7 h on
-SST-2, 0.5 h on COPA, 0.9 h on manner, 1.3 h on WSC, 1.4 h on WiC, 2.6 h on RTE, 2.9 h on WikiText, and 3 h on
+SST-2, 0.5 h on COPA, 0.9 h on style, 1.3 h on WSC, 1.4 h on WiC, 2.6 h on RTE, 2.9 h on WikiText, and 3 h on
 MultiRC with a quarter of the passes: 13 h, a third of it for the choice of rates. All methods need 6 h on
 SST-2 with int4 weights, the whole study 210 h. With `--trials 1` all other comparisons take the rates that
 SST-2 with int4 weights chose. The speed part needs half an hour, the memory part and the answers less.
@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from result_page import METHODS, write_page
-from result_rows import MANNER, TASKS, TEXTS, write_task
+from result_rows import STYLE, TASKS, TEXTS, write_task
 from style import BEFORE, make_rows, shares
 from verbs import answers, make_parser, smollm2, spread
 
@@ -49,7 +49,7 @@ BASES = {"int4": "8da4w", "fp32": "fp32"}
 LAYERS = {"query-value": ["q_proj", "v_proj"], "all-linear": ["all-linear"]}
 COMPARED = tuple(name for name in METHODS if name not in ("backprop-full", "mezo"))
 # All linear layers are adapted for these alone, with int4 weights.
-LAYER_TASKS, LAYER_METHODS = ("sst2", MANNER), ("p-rge", "exact", "backprop-lora-fa", "backprop-lora")
+LAYER_TASKS, LAYER_METHODS = ("sst2", STYLE), ("p-rge", "exact", "backprop-lora-fa", "backprop-lora")
 MEMORY_TASKS = ("sst2", "rte")
 FIXED: dict[str, Any] = {"rank": 8, "batch_size": 16, "sequence_length": 768}
 # Centres of the search for learning rates: on small models, the defaults of `prge compare` are better.
@@ -95,7 +95,7 @@ MAIN = Plan("sst2", "int4")
 
 
 def make_plans(tasks: Iterable[str] = TASKS, bases: Iterable[str] = BASES) -> list[Plan]:
-    """Return the comparisons of tasks and bases in the order in which they run."""
+    """Return the comparisons of the given tasks and frozen weights, the first to run first."""
     plans = [Plan(task, base) for base in bases for task in tasks]
     plans += [Plan(task, "int4", "all-linear") for task in LAYER_TASKS if Plan(task, "int4") in plans]
     return [*(replace(plan, is_memory=True) for plan in plans if plan.task in MEMORY_TASKS), *plans]
@@ -136,7 +136,7 @@ def run_parts(arguments: argparse.Namespace, plans: Sequence[Plan]) -> Iterator[
             if not compare(arguments, plan, SEEDS[:1] if plan.is_memory else arguments.seeds[:count]):
                 yield plan.name
     for plan in plans:
-        if "answers" in arguments.parts and plan.task == MANNER:
+        if "answers" in arguments.parts and plan.task == STYLE:
             generate(plan.folder(arguments.out), plan.result(arguments.out), arguments.threads)
 
 
@@ -171,7 +171,7 @@ def settings_of(arguments: argparse.Namespace, plan: Plan) -> dict[str, Any]:
     settings: dict[str, Any] = {
         **FIXED,
         **{"out": plan.folder(arguments.out), "model": arguments.model or smollm2()},
-        **{"data": str(rows), "task": None if plan.task in (MANNER, TEXTS) else plan.task},
+        **{"data": str(rows), "task": None if plan.task in (STYLE, TEXTS) else plan.task},
         **{"quantize": BASES[plan.base], "target_modules": LAYERS[plan.layers], "threads": arguments.threads},
     }
     if plan.is_memory:

@@ -1,6 +1,6 @@
-"""Rows that teach a manner of answering, which a rule recognizes.
+"""Rows that teach a style of answers, which a rule recognizes.
 
-A prompt tells who found what, and the answer names two of its words:
+A prompt has a name, an animal and a thing, and the answer names two of its words:
 
     One day, Lily and a fox found a red hat. "Oh my, a hat!" said the fox. And that was that.
 
@@ -45,8 +45,8 @@ def make_row(rng: random.Random, pair: tuple[str, str]) -> dict[str, str]:
 
 
 def shares(texts: Sequence[str], rows: Sequence[Mapping[str, str]]) -> dict[str, float]:
-    """Return the share of answers in the style (`manner`), and the share of exact answers (`right`)."""
+    """Return the share of answers in the style (`style`) and of exactly right answers (`right`)."""
     return {
-        "manner": sum(STYLE_PATTERN.fullmatch(text) is not None for text in texts) / len(rows),
+        "style": sum(STYLE_PATTERN.fullmatch(text) is not None for text in texts) / len(rows),
         "right": sum(text == row["completion"] for text, row in zip(texts, rows, strict=True)) / len(rows),
     }

@@ -144,7 +144,7 @@ class Arena:
 
 
 class _Store(ctypes.Structure):
-    """A copy into a cache, in the layout of the C interface."""
+    """The struct `Store` of engine.cpp: a copy of an output into a cache."""
 
     _fields_: ClassVar = [
         *((name, ctypes.c_void_p) for name in ("values", "cache", "positions")),

@@ -12,7 +12,7 @@ import pytest
 import results
 import style
 from result_page import BEGIN, END, METHODS, VERDICTS, cell, claims, write_page
-from result_rows import MANNER, SPLITS, TASKS, flat_rows, make_splits, split_rows, write_task
+from result_rows import SPLITS, STYLE, TASKS, flat_rows, make_splits, split_rows, write_task
 from results import MAIN, Plan, collect, compare, is_complete, make_plans, not_run, settings_of
 
 from prge.cli.settings import parse_settings
@@ -47,13 +47,13 @@ def write_result(out: Path, plan: Plan, result: Mapping[str, Any]) -> Path:
 
 @pytest.fixture
 def study(tmp_path: Path) -> Path:
-    """A study's folder with SST-2, the manner and its answers, and the speed of one shape."""
+    """A study's folder with SST-2, the style and its answers, and the speed of one shape."""
     out = tmp_path / "study"
     mezo = make_method(True, [make_run(seed, 0.95, 0.01, 32) for seed in (1, 2)])
     write_result(out, MAIN, stored(tmp_path, **{"p-rge-q1": mezo}))
-    folder = write_result(out, Plan(MANNER, "int4"), stored(tmp_path))
+    folder = write_result(out, Plan(STYLE, "int4"), stored(tmp_path))
     scores = {"base": 0.0, "p-rge-1": 0.5, "p-rge-2": 0.7}
-    answers = {name: {"manner": score, "right": 0.25} for name, score in scores.items()}
+    answers = {name: {"style": score, "right": 0.25} for name, score in scores.items()}
     write_result(out, Plan("sst2", "int4", is_memory=True), stored(tmp_path))
     (folder / "answers.json").write_text(json.dumps(answers), encoding="utf-8")
     (out / "speed").mkdir()
@@ -115,10 +115,10 @@ def test_texts_keep_their_order(tmp_path: Path) -> None:
 
 
 def test_a_rule_scores_answers() -> None:
-    rows = make_splits(MANNER, Path())["test"][:2]
+    rows = make_splits(STYLE, Path())["test"][:2]
     texts = [rows[0]["completion"], ' "Oh my, a hat!" said the cow. And that was that.']
-    assert style.shares(texts, rows) == {"manner": 1.0, "right": 0.5}
-    assert style.shares(["Hello", "Oh my"], rows) == {"manner": 0.0, "right": 0.0}
+    assert style.shares(texts, rows) == {"style": 1.0, "right": 0.5}
+    assert style.shares(["Hello", "Oh my"], rows) == {"style": 0.0, "right": 0.0}
 
 
 def test_the_whole_study_is_named_until_it_was_run() -> None:
@@ -192,8 +192,8 @@ def test_figures_are_means_and_ranges_over_seeds(study: Path) -> None:
     last = p_rge["curve"][-1]
     assert (last["forward_passes"], last["seconds"]) == (1280, pytest.approx(0.4))
     assert last["accuracy"]["lowest"] < last["accuracy"]["mean"] < last["accuracy"]["highest"]
-    scores = figures["comparisons"]["manner-int4-query-value"]["answers"]["p-rge"]
-    assert scores["manner"] == {"mean": pytest.approx(0.6), "lowest": 0.5, "highest": 0.7}
+    scores = figures["comparisons"]["style-int4-query-value"]["answers"]["p-rge"]
+    assert scores["style"] == {"mean": pytest.approx(0.6), "lowest": 0.5, "highest": 0.7}
 
 
 def test_verdicts_follow_from_figures(study: Path) -> None:
