@@ -348,6 +348,18 @@ def test_branches(case: Case) -> None:
     assert difference(gradient, case.oracle.vjp(call, loss_gradient_of)[1]) < case.limits.gradient
 
 
+@cases(DECODERS)
+def test_rows_in_chunks_with_a_common_prefix(case: Case) -> None:
+    longest = max(case.lengths, default=3 * CHUNK)
+    call = call_of(case.model, 2, 2, [longest], case.seed)
+    first, second = call.sequences
+    tokens = (*first.tokens[: 2 * CHUNK], *second.tokens[2 * CHUNK :])
+    call = replace(call, sequences=(first, replace(second, tokens=tokens)))
+    result = case.engine(FORWARD).forward(call)
+    for actual, expected in zip(result, case.oracle.forward(call), strict=True):
+        assert np.abs(actual - expected).max() < case.limits.outputs * case.limits.scale(expected)
+
+
 @cases([name for name in DECODERS if name.startswith("shared")])
 def test_gradient_from_residuals(case: Case) -> None:
     call, blocks = case.call(3), case.blocks
