@@ -60,11 +60,12 @@ def show(argv: Sequence[str]) -> int:
     settings = parse_settings(ShowSettings, argv, "prge rows show", ["file"])
     path, matches = _existing(settings.file), _matching(settings.match)
     count = 0
-    with best_effort(sys.stdout):
-        for number, fields, line in read_lines(path):
-            if matches(number, fields, line):
-                count += 1
+    for number, fields, line in read_lines(path):
+        if matches(number, fields, line):
+            count += 1
+            with best_effort(sys.stdout):
                 print(f"row {number}", *_format_row(fields, line), sep="\n  ")
+    with best_effort(sys.stdout):
         print(f"{count} {'row' if count == 1 else 'rows'}")
     return 0
 

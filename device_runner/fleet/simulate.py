@@ -77,12 +77,17 @@ class SimulateSettings(ServerSettings):
 def main(argv: Sequence[str]) -> int:
     """Run the verb; see `prge fleet simulate --help`."""
     settings = parse_settings(SimulateSettings, argv, "prge fleet simulate")
-    with best_effort(sys.stdout), watched_memory(settings.memory, print):
-        figures = simulate(settings, lambda report: print(report, flush=True))
-        print("\n".join(_lines(figures)), flush=True)
+    with watched_memory(settings.memory, _print):
+        figures = simulate(settings, _print)
+        _print("\n".join(_lines(figures)))
     if settings.json:
         write_json(settings.json, figures)
     return 0
+
+
+def _print(line: object) -> None:
+    with best_effort(sys.stdout):
+        print(line, flush=True)
 
 
 def simulate(settings: SimulateSettings, on_round: Callable[[RoundReport], None]) -> dict[str, Any]:

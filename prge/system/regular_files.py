@@ -67,10 +67,13 @@ def read_regular(path: Path, *, follow: bool = False) -> bytes:
 
 def warn_if_key_is_shared(path: Path) -> None:
     """Print a warning if a file with a key is readable by others than its owner."""
-    with contextlib.suppress(OSError), best_effort(sys.stderr):
+    try:
         mode = stat.S_IMODE(os.stat(path).st_mode)
-        if mode & (stat.S_IRWXG | stat.S_IRWXO):
-            line = f"warning: others may read the key in {path}, whose mode is {mode:04o}: chmod 600 {path}"
+    except OSError:
+        return
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        line = f"warning: others may read the key in {path}, whose mode is {mode:04o}: chmod 600 {path}"
+        with best_effort(sys.stderr):
             print(escape_control(line), file=sys.stderr, flush=True)
 
 

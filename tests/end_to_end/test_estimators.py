@@ -39,14 +39,16 @@ def runs(bundle: Path, data: list[object], tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def quiz(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with rows and a task of questions with more candidates than a batch has sequences."""
+    """Return a folder with rows and a task of questions with more candidates than a batch has sequences.
+
+    The candidates have too few common tokens to be branches of one sequence.
+    """
     folder = tmp_path_factory.mktemp("quiz")
-    texts = [f"{letter * 2} {letter * 2}" for letter in "abcdef"]
+    texts = [" ".join([letter * 2] * 6) for letter in "abcdef"]
     assert len(texts) == CHOICES
-    write_rows(folder / "rows.jsonl", [{"text": "aa", "choices": texts, "label": n} for n in range(CHOICES)])
+    write_rows(folder / "rows.jsonl", [{"text": "a", "choices": texts, "label": n} for n in range(CHOICES)])
     (folder / "task.yaml").write_text(
-        'name: quiz\ntemplate: "{text} ?"\nchoices_column: choices\ncolumns: {label: label}\n'
-        "metric: accuracy\n"
+        'name: quiz\ntemplate: "{text}"\nchoices_column: choices\ncolumns: {label: label}\nmetric: accuracy\n'
     )
     return folder
 

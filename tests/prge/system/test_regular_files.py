@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from prge.system.regular_files import open_regular, read_regular
+from prge.system.regular_files import open_regular, read_regular, warn_if_key_is_shared
 
 
 def _socket(path: Path) -> None:
@@ -56,3 +57,18 @@ def test_a_writing_mode_makes_the_file(tmp_path: Path) -> None:
     assert read_regular(tmp_path / "new") == b"first\nsecond\n"
     with pytest.raises(FileNotFoundError):
         read_regular(tmp_path / "missing")
+
+
+def test_a_key_that_others_may_read_is_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "key").touch(0o644)
+    warn_if_key_is_shared(tmp_path / "key")
+    assert "chmod 600" in capfd.readouterr().err
+    (tmp_path / "key").chmod(0o600)
+    warn_if_key_is_shared(tmp_path / "key")
+    assert capfd.readouterr().err == ""
+
+
+def test_standard_error_still_works_without_a_key(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    warn_if_key_is_shared(tmp_path / "key")
+    print("a later message", file=sys.stderr, flush=True)
+    assert capfd.readouterr().err == "a later message\n"
