@@ -1,4 +1,4 @@
-"""The page of results.py: tables, charts and sentences, all computed from the figures of results.json."""
+"""The page of results.py: tables, charts and sentences, all computed from the study's figures."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ METHODS = {
     "backprop-full": "PyTorch, all weights",
 }
 BEGIN, END = "<!-- Written by scripts/studies/results.py -->", "<!-- End of the written part -->"
-COMMAND = "python scripts/studies/results.py --data DATA --json results.json --page docs/results.md"
+COMMAND = "python scripts/studies/results.py --data DATA --json docs/results.json --page docs/results.md"
 PROTOCOL = """
 The model is SmolLM2-135M-Instruct from weights of four bits, the protocol is MeZO's: at most 1,000 training
 rows; development rows choose learning rate and step; test rows are read once. All methods get the same rows
 and forward passes, of which a backward pass counts as two. A step has 16 examples, or 16 divided by the
 number of queries. MeZO's estimate is P-RGE's with one query, on LoRA-FA. A figure with a range [lowest,
 highest] is the mean over the seeds of its line. The target is 80 % of the way from the first to the lowest
-development loss of PyTorch's LoRA-FA. Memory is that of steps over the loaded model. PyTorch computes with
-the bundle's weights, in float32 unless a line names bfloat16.
+development loss of PyTorch's LoRA-FA. Rates are the best of three on the development rows of SST-2 with int4
+weights, unless a line below a table says otherwise. Memory is that of steps over the loaded model. PyTorch
+computes with the bundle's weights, in float32 unless a line names bfloat16.
 """
 NONE, MAIN = "–", "sst2-int4-query-value"
 VERDICTS = ("holds", "holds in part", "does not hold", "was not measured")
@@ -164,7 +165,7 @@ def task_blocks(task: str, comparisons: Sequence[Comparison]) -> Iterator[Block]
     yield Table(titles, tuple(rows), labels=3)
     for each in (each for each in comparisons if not each["is_memory"]):
         counts, trials = each["rows"], each["search_trials"]
-        rates = f"best of {trials} rates" if trials > 1 else "rates of SST-2 with int4 weights"
+        rates = f", best of {trials} rates" if trials > 1 else ""
         curve: Sequence[Any] = next((method["curve"] for method in each["methods"].values()), [])
         before = [
             f"{name} {cell(curve[0][name])}" for name in ("accuracy", "loss") if curve and curve[0][name]
@@ -172,7 +173,7 @@ def task_blocks(task: str, comparisons: Sequence[Comparison]) -> Iterator[Block]
         before += [f"{ANSWERS[name]} {cell(at, 100)}" for name, at in each["answers"].get("base", {}).items()]
         yield Paragraph(
             f"{each['base']}, {each['layers']}: {counts['train']:,} rows for training, {counts['dev']:,} for "
-            f"development, {counts['test']:,} for tests; {each['budget_value']:,.0f} passes a run; {rates}. "
+            f"development, {counts['test']:,} for tests; {each['budget_value']:,.0f} passes a run{rates}. "
             f"Before training: {', '.join(before)}."
         )
 

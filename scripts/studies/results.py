@@ -1,6 +1,6 @@
 """Compare training methods on a pretrained language model by MeZO's protocol, and write docs/results.md.
 
-    python scripts/studies/results.py --data DATA --out results --json results.json --page docs/results.md
+    python scripts/studies/results.py --data DATA --json docs/results.json --page docs/results.md
 
 DATA has a folder for each data set: sst2 with train.tsv and dev.tsv; rte, wic, wsc, copa and multirc with
 SuperGLUE's train.jsonl and val.jsonl; wikitext with wikitext_1000.json, a list of texts. The study's parts:
@@ -13,14 +13,14 @@ SuperGLUE's train.jsonl and val.jsonl; wikitext with wikitext_1000.json, a list 
 
 Then everything that exists is reported; `--parts` without a name only reports. What is finished is kept: the
 same command continues the study, and parts can be selected. All comparisons get their first seed before one
-gets its second. `--passes` and `--threads` are fixed once a comparison has begun.
+gets its second. Comparisons that --json has and --out lacks stay in it, so that several machines can share a
+study. `--passes`, `--trials` and `--threads` are fixed once a comparison has begun.
 
-Two cores need about 0.6 ms a token and pass (docs/performance.md). With 32,000 passes (1,000 steps of P-RGE
-with 4 queries, 666 of backpropagation), three learning rates and three seeds, a method should need 0.7 h on
-SST-2, 0.5 h on COPA, 0.9 h on style, 1.3 h on WSC, 1.4 h on WiC, 2.6 h on RTE, 2.9 h on WikiText, and 3 h on
-MultiRC with a quarter of the passes: 13 h, a third of it for the choice of rates. All methods need 6 h on
-SST-2 with int4 weights, the whole study 210 h. With `--trials 1` all other comparisons take the rates that
-SST-2 with int4 weights chose. The speed part needs half an hour, the memory part and the answers less.
+One core needs about 1 ms a token and pass. With 8,000 passes (250 steps of P-RGE with 4 queries, 166 of
+backpropagation), given rates and one seed, a method of the engine needs 5 minutes on SST-2 and COPA, and 15
+on WiC and RTE, more than half of it for development rows; backpropagation in PyTorch twice as long. `--trials
+3` also searches for the rates, around the given ones. The speed part needs half an hour, the memory part and
+the answers less.
 """
 
 from __future__ import annotations
@@ -52,11 +52,15 @@ COMPARED = tuple(name for name in METHODS if name not in ("backprop-full", "mezo
 LAYER_TASKS, LAYER_METHODS = ("sst2", STYLE), ("p-rge", "exact", "backprop-lora-fa", "backprop-lora")
 MEMORY_TASKS = ("sst2", "rte")
 FIXED: dict[str, Any] = {"rank": 8, "batch_size": 16, "sequence_length": 768}
-# Centres of the search for learning rates: on small models, the defaults of `prge compare` are better.
-CENTRES = dict.fromkeys(("p-rge-q1", "p-rge", "p-rge-q16", "fzoo", "tangent"), 0.045)
+# Learning rates: the best of three on the development rows of SST-2 with int4 weights.
+RATES = {
+    **dict.fromkeys(("p-rge-q1", "p-rge", "p-rge-q16", "fzoo", "tangent"), 0.045),
+    "exact": 0.01,
+    **dict.fromkeys(("backprop-lora-fa", "backprop-lora-fa-bf16", "backprop-lora"), 0.00333),
+}
 # Settings of a comparison of memory: a few steps, and few rows to score.
 SHORT = {"budget": "steps", "budget_value": 4, "evaluation_growth": 1e3, "dev_limit": 16, "test_limit": 16}
-GROWTH, TRIALS = 1.7, 3  # of passes from evaluation to evaluation; learning rates to try
+GROWTH = 2.2  # of passes from evaluation to evaluation
 SHAPES = ((1, 64), (4, 64), (16, 64), (1, 256), (4, 256))
 SCRIPTS = Path(__file__).parents[1]
 
@@ -91,9 +95,6 @@ class Plan:
         return [name for name in chosen if self.layers != "all-linear" or name in LAYER_METHODS]
 
 
-MAIN = Plan("sst2", "int4")
-
-
 def make_plans(tasks: Iterable[str] = TASKS, bases: Iterable[str] = BASES) -> list[Plan]:
     """Return the comparisons of the given tasks and frozen weights, the first to run first."""
     plans = [Plan(task, base) for base in bases for task in tasks]
@@ -106,9 +107,9 @@ def main() -> None:
     parser = make_parser(__doc__, SEEDS, Path("results"))
     parser.add_argument("--data", type=Path, default=Path("data"), help="folder of the data sets")
     parser.add_argument("--model", help="folder, GGUF file or hub id; default: SmolLM2-135M-Instruct")
-    parser.add_argument("--passes", type=int, default=32_000, help="forward passes of a run")
-    parser.add_argument("--trials", type=int, default=TRIALS, help="learning rates to try; 1: those of SST-2")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--passes", type=int, default=8_000, help="forward passes of a run")
+    parser.add_argument("--trials", type=int, default=1, help="learning rates to try; 1: those of SST-2")
+    parser.add_argument("--threads", type=int, default=1)
     for flag, choices in {"tasks": [*TASKS], "bases": [*BASES], "methods": [*COMPARED]}.items():
         parser.add_argument(f"--{flag}", nargs="+", choices=choices, default=choices)
     parts = ["speed", "memory", "compare", "answers"]
@@ -117,7 +118,7 @@ def main() -> None:
     parser.add_argument("--page", type=Path, help="page to write the results into, between two marks")
     arguments = parser.parse_args()
     unfinished = {*run_parts(arguments, make_plans(arguments.tasks, arguments.bases))}
-    results = collect(arguments.out)
+    results = collect(arguments.out, arguments.json)
     if arguments.json:
         write_file(arguments.json, (json.dumps(results, indent=1) + "\n").encode())
     if arguments.page:
@@ -176,15 +177,8 @@ def settings_of(arguments: argparse.Namespace, plan: Plan) -> dict[str, Any]:
     }
     if plan.is_memory:
         return {**settings, **SHORT, "search_trials": 1}
-    settings |= {"budget_value": arguments.passes * TASKS[plan.task].passes, "evaluation_growth": GROWTH}
-    if arguments.trials > 1 or plan == MAIN:
-        trials = arguments.trials if arguments.trials > 1 else TRIALS
-        return {**settings, "search_trials": trials, "learning_rates": CENTRES}
-    methods = MAIN.result(arguments.out).get("methods", {})
-    rates = {name: each["learning_rate"] for name, each in methods.items() if each["learning_rate"]}
-    if without := [name for name in plan.methods(arguments.methods) if name not in rates]:
-        raise SystemExit(f"--trials 1: {MAIN.name} has no rate of {', '.join(without)} yet; run it first")
-    return {**settings, "search_trials": 1, "learning_rates": rates}
+    budget = {"budget_value": arguments.passes * TASKS[plan.task].passes, "evaluation_growth": GROWTH}
+    return {**settings, **budget, "search_trials": arguments.trials, "learning_rates": RATES}
 
 
 def measure_speed(folder: Path, threads: int) -> None:
@@ -215,13 +209,17 @@ def generate(folder: Path, result: Mapping[str, Any], threads: int) -> None:
         write_file(path, json.dumps(scores).encode())
 
 
-def collect(out: Path) -> dict[str, Any]:
-    """Return all figures of a study's folder."""
+def collect(out: Path, earlier: Path | None = None) -> dict[str, Any]:
+    """Return all figures of a study's folder, and those of an earlier file that the folder lacks."""
+    figures = read_json(earlier) if earlier and earlier.is_file() else {"comparisons": {}, "speed": {}}
     stored = {plan: result for plan in make_plans() if (result := plan.result(out))}
-    comparisons = {plan.name: summarize(plan, each, plan.folder(out)) for plan, each in stored.items()}
+    new = {plan.name: summarize(plan, each, plan.folder(out)) for plan, each in stored.items()}
+    both = {**figures["comparisons"], **new}
+    comparisons = {plan.name: both[plan.name] for plan in make_plans() if plan.name in both}
     files = {f"{batch}x{length}": out / "speed" / f"{batch}x{length}.json" for batch, length in SHAPES}
     schemes = {shape: read_json(path)["schemes"] for shape, path in files.items() if path.is_file()}
     speed = {shape: {base: each[BASES[base]] for base in BASES} for shape, each in schemes.items()}
+    speed = {**figures["speed"], **speed}
     return {"comparisons": comparisons, "speed": speed, "not_run": [*not_run(comparisons)]}
 
 

@@ -13,13 +13,14 @@ import results
 import style
 from result_page import BEGIN, END, METHODS, VERDICTS, cell, claims, write_page
 from result_rows import SPLITS, STYLE, TASKS, flat_rows, make_splits, split_rows, write_task
-from results import MAIN, Plan, collect, compare, is_complete, make_plans, not_run, settings_of
+from results import COMPARED, RATES, Plan, collect, compare, is_complete, make_plans, not_run, settings_of
 
 from prge.cli.settings import parse_settings
 from prge.cli.subprocesses import write_verb_config
 from server_export.evidence.compare.settings import CompareSettings
 from tests.comparisons import make_method, make_result, make_run
 
+MAIN = Plan("sst2", "int4")
 SPEED = {"inner_speedup": 1.2, "outer_speedup": 1.1, "parallel_speedup": 1.4, "engine_seconds": 1.5}
 
 
@@ -162,16 +163,12 @@ def test_a_comparison_goes_on_with_earlier_methods_and_seeds(
     assert (settings.quantize, settings.budget_value, settings.search_trials) == ("8da4w", 1000, 3)
 
 
-def test_rates_of_sst2_are_taken_without_trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_compared_method_has_a_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(results, "write_task", lambda name, data, folder: tmp_path)
-    once = arguments(tmp_path / "study", trials=1, methods=["p-rge"])
-    with pytest.raises(SystemExit, match="has no rate of p-rge yet"):
-        settings_of(once, Plan("rte", "int4"))
-    write_result(tmp_path / "study", MAIN, stored(tmp_path))
-    settings = settings_of(once, Plan("rte", "int4"))
-    assert (settings["search_trials"], settings["learning_rates"]["p-rge"]) == (1, 0.01)
-    assert settings_of(once, MAIN)["search_trials"] == 3
-    assert "learning_rates" not in settings_of(once, Plan("rte", "int4", is_memory=True))
+    settings = settings_of(arguments(tmp_path / "study", trials=1), Plan("rte", "int4"))
+    assert (settings["search_trials"], settings["learning_rates"]) == (1, RATES)
+    assert [*RATES] == [*COMPARED]
+    assert "learning_rates" not in settings_of(arguments(tmp_path), Plan("rte", "int4", is_memory=True))
 
 
 @pytest.mark.parametrize("plan", make_plans(), ids=lambda plan: plan.name)
@@ -194,6 +191,18 @@ def test_figures_are_means_and_ranges_over_seeds(study: Path) -> None:
     assert last["accuracy"]["lowest"] < last["accuracy"]["mean"] < last["accuracy"]["highest"]
     scores = figures["comparisons"]["style-int4-query-value"]["answers"]["p-rge"]
     assert scores["style"] == {"mean": pytest.approx(0.6), "lowest": 0.5, "highest": 0.7}
+
+
+def test_machines_share_a_study(study: Path, tmp_path: Path) -> None:
+    figures, file = collect(study), tmp_path / "results.json"
+    file.write_text(json.dumps(figures), encoding="utf-8")
+    write_result(tmp_path / "other", Plan("copa", "int4"), stored(tmp_path))
+    both = collect(tmp_path / "other", file)
+    assert [*both["comparisons"]] == [
+        "memory-sst2-int4-query-value", MAIN.name, "copa-int4-query-value", "style-int4-query-value",
+    ]  # fmt: skip
+    assert both["speed"] == figures["speed"] and both["not_run"] != figures["not_run"]
+    assert both["comparisons"][MAIN.name]["methods"]["p-rge"]["seeds"] == [1, 2, 3]
 
 
 def test_verdicts_follow_from_figures(study: Path) -> None:
