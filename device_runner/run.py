@@ -324,8 +324,9 @@ def _plan(run: _OpenRun) -> str:
     settings, inputs, opened, count = run.settings, run.inputs, run.opened, run.sampler.batch_size
     examples = settings.steps * count
     threads = "1 thread" if opened.threads == 1 else f"{opened.threads} threads"
+    method = f"{settings.objective}, {settings.estimator}" if settings.reward else settings.estimator
     return (
-        f"training: {settings.estimator}, {settings.steps:,} steps of {count} examples "
+        f"training: {method}, {settings.steps:,} steps of {count} examples "
         f"({examples / len(inputs.train):.1f} epochs), {inputs.adapter.size:,} trainable parameters, "
         f"{opened.name} engine, {threads}"
     )
