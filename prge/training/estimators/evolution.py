@@ -73,4 +73,6 @@ def shape_rewards(rewards: Float64Array, shaping: RewardShaping) -> Float64Array
         return ranks
     if np.ptp(rewards) == 0:  # their mean may differ by rounding
         return np.zeros_like(rewards)
-    return (rewards - rewards.mean()) / rewards.std()
+    scaled = (rewards - rewards.mean()) / np.ptp(rewards)  # squares of tiny rewards would be 0
+    standardized: Float64Array = scaled / scaled.std()
+    return standardized
