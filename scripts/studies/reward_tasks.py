@@ -23,12 +23,9 @@ TOPICS = (
     "dreams chess trains gardens coffee bicycles cats rivers horses football islands stars boats maps spoons "
     "windows apples sheep candles doors pencils storms roads lemons drums hats wolves"
 ).split()
-FORMS = ("Tell me about {}.", "What are {} good for?", "Why do people like {}?", "Describe {} to a child.")
-FORMS += (
-    "How would you explain {}?",
-    "Is there anything odd about {}?",
-    "Where do you find {}?",
-    "Praise {}.",
+FORMS = (
+    *("Tell me about {}.", "What are {} good for?", "Why do people like {}?", "Describe {} to a child."),
+    *("How would you explain {}?", "What is odd about {}?", "Where do you find {}?", "Praise {}."),
 )
 NAMES = "Ada Ben Cleo Dan Eva Finn Gus Hana Ivo Jill Kai Lena Max Nora Otto Pia".split()
 COLORS = "red blue green black white brown yellow grey".split()
