@@ -87,7 +87,7 @@ def trl_steps(bundle: Path, folder: Path, steps: list[dict[str, Any]], **grpo: A
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="takes the package trl")
 @pytest.mark.parametrize(
-    ("ours", "theirs"),
+    ("words", "grpo"),
     [
         ((), {"beta": 0.0, "loss_type": "grpo", "scale_rewards": "group"}),
         (
@@ -102,10 +102,10 @@ def trl_steps(bundle: Path, folder: Path, steps: list[dict[str, Any]], **grpo: A
     ids=["grpo", "dr_grpo", "bnpo"],
 )
 def test_losses_and_updates_are_those_of_trl(
-    ours: tuple[object, ...], theirs: dict[str, Any], demo_bundle: Path, tmp_path: Path
+    words: tuple[object, ...], grpo: dict[str, Any], demo_bundle: Path, tmp_path: Path
 ) -> None:
-    run, steps = engine_run(demo_bundle, tmp_path, *ours)
-    expected = trl_steps(demo_bundle, tmp_path, steps, **theirs)
+    run, steps = engine_run(demo_bundle, tmp_path, *words)
+    expected = trl_steps(demo_bundle, tmp_path, steps, **grpo)
     losses = np.array([step["loss"] for step in steps])
     assert len(expected) == STEPS and np.ptp(losses) > 1e-4
     np.testing.assert_allclose(losses, expected, atol=1e-4 * np.abs(losses).max())

@@ -27,15 +27,15 @@ SEED, STEP = 3, 5
 
 @dataclass
 class LinearRewards:
-    """A source of completions whose reward is the product of the adapter's values with a slope."""
+    """A source of completions whose reward is the product of the adapter's values with the gradient."""
 
-    slope: FloatArray
+    gradient: FloatArray
     offset: float = 0.0
     calls: list[tuple[int, int, int]] = field(default_factory=list)
 
     @property
     def start(self) -> FloatArray:
-        return np.zeros_like(self.slope)
+        return np.zeros_like(self.gradient)
 
     def sample(
         self, adapters: Sequence[Adapter], prompts: Sequence[Example], count: int, *, seed: int, step: int
@@ -43,7 +43,7 @@ class LinearRewards:
         self.calls.append((len(adapters), seed, step))
         return [
             [
-                [Rollout((1, 2), float(adapter.values @ self.slope) + self.offset * number)] * count
+                [Rollout((1, 2), float(adapter.values @ self.gradient) + self.offset * number)] * count
                 for number, _ in enumerate(prompts)
             ]
             for adapter in adapters
@@ -73,10 +73,10 @@ def test_projected_gradients_are_negative_derivatives_of_the_reward(
     estimator = EvolutionStrategy(Antithetic(4, 1e-2), 0.0, "none")
     measurement = estimator.measure(NumpyEngine(), step(adapter, source))
     directions = DirectionSampler(SEED, STEP, adapter.size)
-    expected = [-(directions(query) @ source.slope) for query in range(4)]
+    expected = [-(directions(query) @ source.gradient) for query in range(4)]
     np.testing.assert_allclose(measurement.projected_gradients, expected, rtol=1e-3)
     assert source.calls == [(8, SEED, STEP)], "all copies are sampled at once"
-    mean = float(adapter.values @ source.slope) + 0.3 * 1.5
+    mean = float(adapter.values @ source.gradient) + 0.3 * 1.5
     assert measurement.loss == pytest.approx(-mean) and measurement.facts["reward"] == pytest.approx(mean)
     assert measurement.facts["completion_tokens"] == 8 * 4 * 2
 
@@ -89,7 +89,7 @@ def test_a_step_against_the_gradient_raises_the_reward(
     estimator = EvolutionStrategy(rule, 0.0, shaping)
     measurement = estimator.measure(NumpyEngine(), step(adapter, source))
     gradient = estimator.gradient(measurement.journal_fields, SEED, STEP, adapter.modules)
-    cosine = -(gradient @ source.slope) / np.linalg.norm(gradient) / np.linalg.norm(source.slope)
+    cosine = -(gradient @ source.gradient) / np.linalg.norm(gradient) / np.linalg.norm(source.gradient)
     # 64 random directions of 64 or more values.
     assert cosine > 0.3
 
