@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,19 +20,18 @@ from device_runner.session.generation import (
 )
 from device_runner.session.memory import watched_memory
 from prge.cli.settings import parse_settings
-from prge.data.columns import RowError, format_columns
-from prge.data.forms.form import find_form
+from prge.data.columns import RowError
 from prge.data.forms.messages import template_variables
 from prge.data.forms.task import load_task
-from prge.data.readers.feedback import TEMPLATE_KWARGS
-from prge.data.readers.files import Row, row_location, select_rows
+from prge.data.readers.files import row_location, select_rows
 from prge.data.sources import describe_paths, read_source
 from prge.data.tokenization.inputs import read_input_text
 from prge.data.tokenization.tokenizer import load_bundle_tokenizer
-from prge.errors import DataError, format_value
+from prge.errors import DataError
 from prge.formats.documents import DocumentError, read_json
 from prge.generation.loop import Completion, Generator, Request, Ticket
 from prge.generation.prompts import Prompt, Prompts
+from prge.generation.row_prompts import check_answerable, read_row_prompts
 from prge.system.terminal import write_text
 
 MAX_AT_ONCE = 8
@@ -93,7 +91,7 @@ def _read_prompts(settings: GenerateSettings, prompts: Prompts) -> list[_Numbere
     system = [] if settings.system is None else [{"role": "system", "content": settings.system}]
     if settings.messages is not None:
         messages, variables = _read_messages(settings.messages)
-        messages = [*_unless_there(system, messages), *messages]
+        messages = [*([] if messages[0]["role"] == "system" else system), *messages]
         return [_NumberedPrompt(1, prompts.encode_messages(messages, {**settings.variables, **variables}))]
     if settings.data is not None:
         return _read_row_prompts(settings, prompts, system)
@@ -111,7 +109,7 @@ def _read_messages(path: Path) -> tuple[list[Mapping[str, Any]], Mapping[str, An
     try:
         content = read_json(path)
         fields = content if isinstance(content, dict) else {"messages": content}
-        return _answerable(fields.get("messages")), template_variables(fields)
+        return check_answerable(fields.get("messages")), template_variables(fields)
     except (OSError, DocumentError, RowError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise DataError(
@@ -122,16 +120,6 @@ def _read_messages(path: Path) -> tuple[list[Mapping[str, Any]], Mapping[str, An
         ) from None
 
 
-def _answerable(messages: object) -> list[Mapping[str, Any]]:
-    """Check that messages end with one to answer; raises RowError otherwise."""
-    from prge.data.tokenization.chat import check_messages
-
-    try:
-        return check_messages(messages, answered=False)
-    except ValueError as error:
-        raise RowError(str(error), code="messages-malformed") from None
-
-
 def _read_row_prompts(
     settings: GenerateSettings, prompts: Prompts, system: Sequence[Mapping[str, Any]]
 ) -> list[_NumberedPrompt]:
@@ -140,71 +128,12 @@ def _read_row_prompts(
     task = load_task(settings.task) if settings.task else None
     source = read_source(settings.data, "test", settings.columns, task=task)
     rows = select_rows(source.rows, settings.selection)
-    numbered: list[_NumberedPrompt] = []
-    column_counts: Counter[str] = Counter()
-    problems: list[str] = []
-    for row in rows:
-        try:
-            if task is not None:
-                columns = format_columns(task.needed_columns(), [*row.fields], source.renamed)
-                column_counts[f"(task {task.name}), columns: {columns}"] += 1
-                prompt = prompts.encode_text(task.prompt(row.fields))
-            else:
-                form = find_form([row], source.name, source.renamed, prompts_only=True)
-                if form.chat and prompts.chat is not None:
-                    form = form.rendered_by(prompts.chat.variables, [*row.fields])
-                columns = format_columns(
-                    (*form.prompt_columns, *form.optional), [*row.fields], source.renamed
-                )
-                column_counts[f"({form.name}), columns: {columns}"] += 1
-                prompt_row = form.row(
-                    row, chat=form.chat != "" and prompts.chat is not None, prompts_only=True
-                )
-                if "messages" in prompt_row.fields:
-                    messages = _messages_to_answer(prompt_row)
-                    messages = [*_unless_there(system, messages), *messages]
-                    variables = {**settings.variables, **prompt_row.fields.get(TEMPLATE_KWARGS, {})}
-                    prompt = prompts.encode_messages(messages, variables)
-                else:
-                    prompt = prompts.encode_text(_text_of(prompt_row))
-            numbered.append(_NumberedPrompt(row.number, prompt))
-        except RowError as problem:
-            problems.append(f"row {row.number}: {problem}")
-        except DataError as error:
-            problems.append(f"row {row.number}: {'; '.join(error.problems)}")
-    if problems:
-        raise DataError(f"{source.name} has rows that can't be answered:", problems, code="rows-unanswerable")
-    for columns_read, count in column_counts.items():
-        print_note(f"{source.name}: {count} rows {columns_read}")
-    return numbered
-
-
-def _text_of(row: Row) -> str:
-    for column in ("prompt", "text"):
-        if column in row.fields:
-            if not isinstance(row.fields[column], str):
-                problem = f"column {column!r} is {format_value(row.fields[column])}, must be a text"
-                raise RowError(problem, code="column-not-text")
-            return str(row.fields[column])
-    raise AssertionError("a form without a prompt")
-
-
-def _messages_to_answer(row: Row) -> list[Mapping[str, Any]]:
-    """Return a row's messages without those of the assistant at the end, which are the reference."""
-    messages = row.fields["messages"]
-    while isinstance(messages, list) and messages and _role(messages[-1]) == "assistant":
-        messages = messages[:-1]
-    return _answerable(messages)
-
-
-def _role(message: object) -> object:
-    return message.get("role") if isinstance(message, dict) else None
-
-
-def _unless_there(
-    system: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]]
-) -> Sequence[Mapping[str, Any]]:
-    return [] if messages[0]["role"] == "system" else system
+    read, notes = read_row_prompts(
+        source, rows, prompts, task=task, system=system, variables=settings.variables
+    )
+    for note in notes:
+        print_note(note)
+    return [_NumberedPrompt(each.row.number, each.prompt) for each in read]
 
 
 def _streamed(generator: Generator, request: Request) -> Completion:

@@ -13,7 +13,8 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -31,6 +32,7 @@ from device_runner.session.memory import describe_memory_use, shape_of_scores, s
 from device_runner.session.pauses import Pauses
 from device_runner.session.plan import RunPlan, plan_run, resolve_settings
 from device_runner.session.reference import load_or_compute_references
+from device_runner.session.reward_inputs import read_reward_inputs
 from device_runner.session.samples import Answerer, CandidateAnswerer, Samples, TextAnswerer
 from device_runner.session.sensors import Sensors
 from device_runner.session.settings import RunSettings, date_of_run
@@ -49,6 +51,8 @@ from prge.formats.signatures import DECODE, FORWARD, PREFILL
 from prge.generation.loop import Generator
 from prge.objectives.examples import token_count
 from prge.objectives.preferences import Preference
+from prge.rewards.opening import open_reward
+from prge.rewards.rollouts import Rollouts
 from prge.system.memory import PeakMemory
 from prge.system.terminal import best_effort
 from prge.training.checkpoint import TrainingState
@@ -59,6 +63,9 @@ from prge.training.monitor import RunMonitor, describe_changes, graceful_stop
 from prge.training.sampler import Sampler
 from prge.training.session import Session, SessionData, open_session
 from prge.training.store import RunStore, settings_records
+
+# Completions that are generated at once.
+ROLLOUT_SLOTS = 16
 
 
 def main(argv: Sequence[str]) -> int:
@@ -82,7 +89,8 @@ def run(settings: RunSettings) -> Path:
     with run_lock(settings.out):
         _check_folder(settings)
         settings = replace(settings, date=settings.date or date_of_run(settings.resume)).with_date()
-        inputs = read_inputs(bundle, settings)
+        read = read_inputs if settings.reward is None else read_reward_inputs
+        inputs = read(bundle, settings)
         plan = plan_run(bundle, inputs.train, settings, inputs.objective)
         shapes = [plan.shape, shape_of_scores(bundle, [*inputs.train, *inputs.dev])]
         budget = step_budget(bundle, shapes, settings.memory, settings.engine)
@@ -97,8 +105,10 @@ def run(settings: RunSettings) -> Path:
                     monitor.note(f"{settings.epochs:g} epochs: {plan.settings.steps} steps")
                 if run.opened.notes:
                     monitor.note(run.opened.notes)
-                session = open_session(plan.recipe, run.opened.engine, _data(run, monitor), run.store)
-                samples = _train(run, session, monitor)
+                with _rollouts(run) as rollouts:
+                    data = _data(run, monitor, rollouts)
+                    session = open_session(plan.recipe, run.opened.engine, data, run.store)
+                    samples = _train(run, session, monitor)
                 final = _finish(run, session.state, samples, monitor)
                 if budget is not None and (message := describe_memory_use(budget.limit, before)):
                     monitor.note(message)
@@ -188,7 +198,29 @@ def _open(plan: RunPlan, inputs: RunInputs, journal: Journal, budget: Budget | N
     return _OpenRun(plan, inputs, opened, store, Sensors().record(), budget)
 
 
-def _data(run: _OpenRun, monitor: RunMonitor) -> SessionData:
+@contextmanager
+def _rollouts(run: _OpenRun) -> Iterator[Rollouts | None]:
+    """Open the source of completions of a run that learns from a reward."""
+    settings, inputs = run.settings, run.inputs
+    if settings.reward is None:
+        yield None
+        return
+    generator = Generator(run.opened.generation_engine(ROLLOUT_SLOTS), inputs.tokenizer)
+    reward = open_reward(settings.reward)
+    try:
+        yield Rollouts(
+            generator,
+            reward,
+            inputs.adapter.values.copy(),
+            run.store.journal,
+            settings.max_completion_length,
+            settings.temperature,
+        )
+    finally:
+        reward.close()
+
+
+def _data(run: _OpenRun, monitor: RunMonitor, rollouts: Rollouts | None) -> SessionData:
     """Return the training data, with reference scores of preferences and heads of encoders."""
     inputs, engine = run.inputs, run.opened.engine
     train, dev = inputs.train, inputs.dev
@@ -212,6 +244,7 @@ def _data(run: _OpenRun, monitor: RunMonitor) -> SessionData:
         objective=inputs.objective,
         adapter=inputs.adapter,
         heads=heads,
+        rollouts=rollouts,
     )
 
 
@@ -291,8 +324,9 @@ def _plan(run: _OpenRun) -> str:
     settings, inputs, opened, count = run.settings, run.inputs, run.opened, run.sampler.batch_size
     examples = settings.steps * count
     threads = "1 thread" if opened.threads == 1 else f"{opened.threads} threads"
+    method = f"{settings.objective}, {settings.estimator}" if settings.reward else settings.estimator
     return (
-        f"training: {settings.estimator}, {settings.steps:,} steps of {count} examples "
+        f"training: {method}, {settings.steps:,} steps of {count} examples "
         f"({examples / len(inputs.train):.1f} epochs), {inputs.adapter.size:,} trainable parameters, "
         f"{opened.name} engine, {threads}"
     )

@@ -163,6 +163,10 @@ class DataError(ProblemsError):
     """Rows can't be read or can't be trained on; each problem names its row."""
 
 
+class RewardError(PrgeError):
+    """The reward of a completion can't be computed."""
+
+
 class EngineError(PrgeError):
     """The inference engine rejected a program or an input, or failed."""
 

@@ -142,7 +142,8 @@ def open_local(plan: Plan, bundle: Bundle, settings: RunSettings) -> tuple[Local
         PrgeError: the rows or the bundle can't be used.
     """
     inputs = read_inputs(bundle, settings)
-    warn_unread(inputs.train_report)
+    if inputs.train_report is not None:
+        warn_unread(inputs.train_report)
     if isinstance(inputs.objective, Preference):
         raise ConfigError(
             f"{describe_paths(settings.train)} can't be used by a fleet:",

@@ -32,7 +32,7 @@ class RunInputs:
     """Everything that a run reads before it needs an engine.
 
     `report` describes the rows for the user, `data` for run.json; `train_report` is the report of the
-    training rows.
+    training rows, if they are more than prompts.
     """
 
     bundle: Bundle
@@ -48,7 +48,7 @@ class RunInputs:
     sample_prompts: list[SamplePrompt]
     sample_rows: list[Example]
     objective: Objective
-    train_report: DataReport
+    train_report: DataReport | None = None
 
     def identity(self, settings: RunSettings) -> Record:
         """Return the run's identity, the journal's first record, for resolved settings."""
@@ -112,7 +112,7 @@ def read_inputs(bundle: Bundle, settings: RunSettings) -> RunInputs:
         origin,
         "\n".join(report_lines),
         data,
-        _sample_prompts(settings, tokenizer),
+        sample_prompts(settings, tokenizer),
         _sample_rows(settings.sample_rows, dev_examples),
         objective,
         train_report,
@@ -142,7 +142,8 @@ def start_record(
     }
 
 
-def _sample_prompts(settings: RunSettings, tokenizer: Tokenizer) -> list[SamplePrompt]:
+def sample_prompts(settings: RunSettings, tokenizer: Tokenizer) -> list[SamplePrompt]:
+    """Return the prompts that a run's samples answer."""
     if settings.sample_prompts is None:
         return []
     prompts = Prompts(tokenizer, settings.date, control_tokens=settings.control_tokens)

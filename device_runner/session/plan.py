@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from device_runner.session.settings import RunSettings
 from prge.errors import ConfigError
 from prge.formats.adapter import adapter_size
 from prge.formats.bundle import Bundle
-from prge.formats.signatures import DECODE, PREFILL
+from prge.formats.signatures import DECODE, FORWARD, PREFILL
 from prge.model_spec import matrices
 from prge.objectives.examples import Example
 from prge.objectives.objective import CROSS_ENTROPY, Objective
+from prge.objectives.policy_gradient import completion_example
 from prge.training.costs import StepShape, step_shape
 from prge.training.estimators.exact import check_single_sequences
-from prge.training.estimators.table import DEFAULT_QUERIES, ESTIMATORS, available_estimators
+from prge.training.estimators.table import (
+    DEFAULT_QUERIES,
+    ESTIMATORS,
+    EstimatorName,
+    available_estimators,
+)
 from prge.training.recipe import Recipe
 from prge.training.sampler import max_sequences
 
@@ -71,10 +77,14 @@ def plan_run(
     if settings.max_example_grad_norm and examples:
         check_single_sequences(examples)
     batch = settings.batch_size or default_batch(examples)
+    sequences = batch * max_sequences(examples)
+    if settings.objective == "grpo":
+        examples = [_longest_completion(example, settings.max_completion_length) for example in examples]
+        sequences *= settings.num_generations
     shape = step_shape(
         entry.role,
         examples,
-        1 if settings.max_example_grad_norm else batch * max_sequences(examples),
+        1 if settings.max_example_grad_norm else sequences,
         chain.model,
         copies=entry.copies(settings.queries),
         queries=entry.directions(settings.queries),
@@ -101,6 +111,11 @@ def plan_run(
     return RunPlan(_resolve_steps(settings, batch, len(examples)), entry.role, shape)
 
 
+def _longest_completion(prompt: Example, length: int) -> Example:
+    """Return the example of a completion of a prompt with a number of tokens."""
+    return completion_example(prompt.row, prompt.sequences[0].tokens, [0] * length)
+
+
 def resolve_settings(settings: RunSettings, bundle: Bundle) -> RunSettings:
     """Resolve the estimator of a run on a bundle, and the settings that follow from it.
 
@@ -109,7 +124,9 @@ def resolve_settings(settings: RunSettings, bundle: Bundle) -> RunSettings:
     """
     chain = bundle.chain
     names = available_estimators(chain.roles)
-    estimator = settings.estimator or names[0]
+    estimator = settings.estimator or ("antithetic" if settings.objective == "es" else names[0])
+    if settings.reward is not None:
+        settings, estimator = _resolve_reward(settings, estimator, chain.roles)
     entry = ESTIMATORS[estimator]
     if estimator not in names:
         raise _settings_error(
@@ -147,6 +164,29 @@ def resolve_settings(settings: RunSettings, bundle: Bundle) -> RunSettings:
         optimizer=settings.optimizer or "adam",
         adam_beta2=entry.adam_beta2 if settings.adam_beta2 is None else settings.adam_beta2,
     )
+
+
+def _resolve_reward(
+    settings: RunSettings, estimator: EstimatorName, roles: Collection[str]
+) -> tuple[RunSettings, EstimatorName]:
+    """Resolve the objective of a run with a reward; raises ConfigError if it doesn't fit the estimator."""
+    if not {PREFILL, DECODE} <= {*roles}:
+        raise _settings_error(
+            "role-missing",
+            f"--reward is set, but the bundle has only the roles {', '.join(roles)}",
+            "export with the roles prefill and decode, which generate text",
+        )
+    compares_copies = ESTIMATORS[estimator].role == FORWARD
+    objective = settings.objective
+    if objective == "auto":
+        objective = "es" if compares_copies else "grpo"
+    if objective == "es" and not compares_copies:
+        raise _settings_error(
+            "estimator-does-not-fit",
+            f"--objective is es, which compares perturbed adapters, and --estimator is {estimator}",
+            "choose --estimator antithetic or fzoo, or --objective grpo",
+        )
+    return replace(settings, objective=objective), estimator
 
 
 def _settings_error(code: str, problem: str, remedy: str) -> ConfigError:

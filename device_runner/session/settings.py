@@ -10,7 +10,7 @@ from typing import ClassVar
 from device_runner.session.constraints import Battery, Charging, Constraint, Cool, parse_when
 from prge.cli.bounds import flag
 from prge.cli.field_types import CONVERSION_ERRORS, Bytes, Day, convert_value
-from prge.cli.inputs import AdapterInput, InputFile, InputFolder, ModelInput, TestRows
+from prge.cli.inputs import AdapterInput, InputFile, InputFolder, ModelInput, RewardInput, TestRows
 from prge.cli.outputs import OutputFile
 from prge.engine import EngineName
 from prge.errors import ConfigError
@@ -19,6 +19,7 @@ from prge.formats.peft import find_adapter, find_run
 from prge.formats.run_folder import CONFIG
 from prge.formats.tune_folder import find_tuning
 from prge.objectives.preferences import ObjectiveFlags
+from prge.training.estimators.rewards import REWARD_OBJECTIVES, RewardFlags
 from prge.training.estimators.table import (
     EstimatorFlags,
     estimators_with_setting,
@@ -97,6 +98,10 @@ class RunSettings(EngineFlags, RunFlags, TrainingFlags, WaitFlags):
 
     resume: InputFolder | None = None
     """Run folder to resume, with its own settings."""
+    reward: RewardInput | None = None
+    """Learn from a reward of generated text instead of answers: FILE.py:FUNCTION, a function of prompt,
+    completion and row that returns a number, or a YAML file of rules. The file is your own code and runs with
+    your rights. Rows need only prompts. A completion with a reward of at least 1 solves its prompt."""
     adapter: AdapterInput | None = None
     """Run, checkpoint or PEFT folder to start from instead of the bundle's own adapter."""
 
@@ -139,6 +144,7 @@ class RunSettings(EngineFlags, RunFlags, TrainingFlags, WaitFlags):
             # A resumed run reports every setting that it wasn't started with.
             problems += self._without_meaning()
         problems += when_problems(self.when)
+        problems += self._reward_problems()
         if self.sample_prompts and self.sample_rows:
             problems.append("--sample-prompts and --sample-rows are both set: set only one of them")
         if self.max_example_grad_norm and self.loss_normalisation == "token":
@@ -157,6 +163,23 @@ class RunSettings(EngineFlags, RunFlags, TrainingFlags, WaitFlags):
                 remedy="See `prge run --help`.",
                 code="settings-unusable",
             )
+
+    def _reward_problems(self) -> list[str]:
+        """Return problems of settings of learning from a reward."""
+        if self.reward is None:
+            problems = [
+                f"{flag(each.name)} is for --reward, which isn't given"
+                for each in fields(RewardFlags)
+                if getattr(self, each.name) != each.default
+            ]
+            if self.objective in REWARD_OBJECTIVES:
+                problems.append(f"--objective is {self.objective}, which needs a --reward")
+            return problems
+        if self.objective not in ("auto", *REWARD_OBJECTIVES):
+            return [
+                f"--reward with --objective {self.objective}, which learns from answers: set only one of them"
+            ]
+        return []
 
     def _without_meaning(self) -> list[str]:
         """Return problems of changed settings that belong to another estimator."""

@@ -30,6 +30,7 @@ class Input(Enum):
     DEV_ROWS = "development rows"
     TEST_ROWS = "test rows"
     TEXT = "text, or - for standard input"
+    REWARD = "Python file and function, or YAML file"
 
 
 # Settings that name rows, and the part that each reads from a folder of row files.
@@ -54,6 +55,19 @@ TrainRows: TypeAlias = Annotated[Paths, Input.TRAIN_ROWS]
 DevRows: TypeAlias = Annotated[Paths, Input.DEV_ROWS]
 TestRows: TypeAlias = Annotated[Paths, Input.TEST_ROWS]
 TextInput: TypeAlias = Annotated[str, Input.TEXT]
+# FILE.py, FILE.py:FUNCTION or FILE.yaml.
+RewardInput: TypeAlias = Annotated[str, Input.REWARD]
+
+
+def split_reward(word: str) -> tuple[Path, str]:
+    """Return the file of a reward, and the name of its function; empty if it is not given."""
+    path, separator, function = word.rpartition(":")
+    return (Path(path), function) if separator and path.endswith(".py") else (Path(word), "")
+
+
+def join_reward(path: Path | str, function: str) -> str:
+    """Return the word that names a reward; see `split_reward`."""
+    return f"{path}:{function}" if function else str(path)
 
 
 def input_settings(settings_type: type[Any]) -> Mapping[str, Input]:

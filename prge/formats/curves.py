@@ -9,7 +9,7 @@ from typing import Any
 
 Record = dict[str, Any]
 
-SCORES = ("accuracy", "f1", "exact_match", "rouge_l", "pairs_right", "perplexity")
+SCORES = ("accuracy", "f1", "exact_match", "rouge_l", "pairs_right", "reward", "perplexity")
 
 
 def score_of(record: Mapping[str, Any]) -> tuple[str, float]:

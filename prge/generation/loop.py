@@ -125,6 +125,13 @@ class Completion:
     """Seconds that the engine took for these tokens, together with those of other completions."""
     drafted: int = 0
     """How many of these tokens came from accepted drafts."""
+    end: int | None = None
+    """The token that ended the completion; None if no token did."""
+
+    @property
+    def all_tokens(self) -> tuple[int, ...]:
+        """The generated tokens, with the one that ended the completion."""
+        return self.tokens if self.end is None else (*self.tokens, self.end)
 
     @property
     def prefill_tokens_per_second(self) -> float | None:
@@ -249,6 +256,7 @@ class _ActiveRequest:
     steps: int = 0
     decode_seconds: float = 0.0
     drafted: int = 0
+    end: int | None = None
     lookup: PromptLookup | None = None
 
 
@@ -492,6 +500,7 @@ class Generator:
             self._drop(active, error)
             return False
         if token in active.ends:
+            active.end = token
             self._finish(active, "stop")
             return False
         active.tokens.append(token)
@@ -525,6 +534,7 @@ class Generator:
             active.steps,
             active.decode_seconds,
             active.drafted,
+            active.end,
         )
         self._end(active.ticket, completion)
 

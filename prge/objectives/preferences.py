@@ -26,7 +26,9 @@ from prge.errors import ConfigError
 from prge.objectives.examples import Example, LossNormalisation
 from prge.objectives.objective import CROSS_ENTROPY, Objective
 
-ObjectiveName = Literal["auto", "completion", "candidates", "dpo", "ipo", "simpo", "orpo", "kto"]
+ObjectiveName = Literal[
+    "auto", "completion", "candidates", "dpo", "ipo", "simpo", "orpo", "kto", "grpo", "es"
+]
 # The preferences in rows without a task: none (texts or completions), pairs, or ratings.
 Preferring = Literal["", "pairs", "ratings"]
 _SIGNS = np.array([1.0, -1.0])
@@ -222,11 +224,13 @@ class ObjectiveFlags:
 
     objective: ObjectiveName = "auto"
     """Loss to minimize. completion, candidates: cross-entropy; dpo, ipo, simpo, orpo: for pairs of answers;
-    kto: for answers that are rated true or false. auto: chosen by the columns of the rows: dpo, kto or
-    cross-entropy."""
+    kto: for answers that are rated true or false; grpo, es: for a --reward of generated text (policy
+    gradients; evolution strategies, which need forward passes alone). auto: chosen by the columns of the
+    rows: dpo, kto or cross-entropy; with a --reward by the estimator: es for perturbed adapters, else
+    grpo."""
     beta: float | None = None
     """Strength of the preference loss: larger values keep the model closer to its start. orpo: weight of the
-    odds ratio loss. Default: 0.1; simpo: 2."""
+    odds ratio loss. grpo: factor of the divergence from the start. Default: 0.1; simpo: 2; grpo: 0."""
     label_smoothing: float = 0.0
     """dpo: assumed share of pairs whose answers are swapped."""
     gamma: float = 1.0
@@ -275,7 +279,7 @@ def resolve_objective(name: ObjectiveName, rows: Preferring) -> ObjectiveName:
 def make_objective(name: ObjectiveName, flags: ObjectiveFlags) -> Objective:
     """Construct an objective by name; raises ConfigError for settings of other objectives."""
     entry = PREFERENCES.get(name)
-    own = entry.settings if entry else ()
+    own = entry.settings if entry else ("beta",) if name == "grpo" else ()
     problems = [
         f"--{each.replace('_', '-')} belongs to --objective {_owner(each)}, the objective is {name}"
         for each in ("beta", "label_smoothing", "gamma")

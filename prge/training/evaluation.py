@@ -23,7 +23,10 @@ CUT_EXAMPLES = "cut_examples"
 # If the chosen answers' log-probability falls by more than this share of the rejected ones' fall, it is
 # reported as harm and not as a side effect.
 _SIDE_EFFECT_SHARE = 0.25
-METRIC_NAMES = (*SCORES, "margin", "chosen_change", "rejected_change", CUT_EXAMPLES)
+METRIC_NAMES = (
+    *SCORES,
+    *("margin", "chosen_change", "rejected_change", "solved", "completion_tokens", CUT_EXAMPLES),
+)
 
 
 def evaluate(

@@ -26,6 +26,7 @@ from prge.objectives.examples import token_count
 from prge.objectives.objective import CROSS_ENTROPY, Objective
 from prge.training.checkpoint import TrainingProgress, TrainingState
 from prge.training.estimators.protocol import GRADIENT_KEYS, Estimator, Measurement, Step
+from prge.training.estimators.rollouts import RolloutSource
 from prge.training.sampler import Sampler
 
 _REMEDY = "Start a new run with a lower learning rate."
@@ -149,6 +150,7 @@ class AdapterLearner:
         save_state: writes a checkpoint of the state.
         evaluate_state: scores the development rows with the state's adapter; None: there are no such rows.
         objective: the loss as a function of scores.
+        rollouts: generates completions of the examples' prompts, to learn from a reward.
     """
 
     engine: Engine
@@ -161,6 +163,7 @@ class AdapterLearner:
     save_state: Callable[[TrainingState], object]
     evaluate_state: Callable[[TrainingState], Record] | None = None
     objective: Objective = CROSS_ENTROPY
+    rollouts: RolloutSource | None = None
 
     @property
     def progress(self) -> TrainingProgress:
@@ -208,6 +211,7 @@ class AdapterLearner:
             classifier=state.training_classifier,
             trained_head=state.trained_head,
             objective=self.objective,
+            rollouts=self.rollouts,
         )
         measurement = self.estimator.measure(self.engine, step)
         record = {

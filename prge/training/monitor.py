@@ -19,6 +19,7 @@ from prge.system.interrupts import ending_signals, handle_signals, ignore_interr
 from prge.system.memory import proportional_memory
 from prge.system.progress import Progress
 from prge.training.estimators.protocol import Measurement
+from prge.training.estimators.rollouts import REWARD_FACTS
 from prge.training.evaluation import METRIC_NAMES
 from prge.training.settings import TrainingFlags
 
@@ -181,6 +182,8 @@ class RunMonitor:
     def _bar_values(self, record: Record) -> dict[str, float | str | None]:
         """Return the values that the progress bar shows for a step."""
         figures: dict[str, float | str | None] = {"loss": record["loss"]}
+        if "reward" in record:
+            figures = {"reward": record["reward"], "solved": record["solved"]}
         if self._best is not None:
             # The best step may have been chosen by its loss instead of the metric.
             by_loss = self.settings.select == "loss"
@@ -309,6 +312,7 @@ def _evaluation(record: Record) -> Record:
 def _figures(record: Record, measurement: Measurement | None) -> Record:
     """Return the metrics of a step: loss, learning rate, tokens, and the size of its gradient."""
     figures = {name: record.get(name) for name in ("loss", "learning_rate", "tokens")}
+    figures |= {name: record[name] for name in REWARD_FACTS if name in record}
     return {**figures, **_gradient_size(record, measurement)}
 
 

@@ -22,6 +22,7 @@ from prge.objectives.preferences import ObjectiveFlags
 from prge.training.checkpoint import TrainingState
 from prge.training.encoder_heads import Heads
 from prge.training.estimators.protocol import Estimator
+from prge.training.estimators.rewards import RewardFlags, reward_estimator
 from prge.training.estimators.table import EstimatorFlags, make_estimator
 from prge.training.optimizers import Optimizer, PerValueRates, make_optimizer, schedule
 from prge.training.sampler import Sampler
@@ -31,7 +32,7 @@ Precision = Literal["float32", "float16"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunFlags(OptimizerFlags, EstimatorFlags, ObjectiveFlags, TrainingLoopFlags):
+class RunFlags(OptimizerFlags, EstimatorFlags, RewardFlags, ObjectiveFlags, TrainingLoopFlags):
     """Settings that determine the bits of a run, other than its bundle and rows."""
 
     epochs: float | None = None
@@ -89,13 +90,14 @@ class Recipe(RunFlags):
 
     def new_estimator(self) -> Estimator:
         """Construct the estimator."""
-        return make_estimator(self)
+        return reward_estimator(make_estimator(self), self.objective, self.beta, self)
 
     def sampler(self, examples: Sequence[Example]) -> Sampler:
         """Construct the sampler of examples; raises ValueError if `batch_size` isn't set."""
         if self.batch_size is None:
             raise ValueError("batch_size is not set")
-        return Sampler(examples, self.batch_size, self.seed, self.loss_normalisation)
+        repeats = self.num_iterations if self.objective == "grpo" else 1
+        return Sampler(examples, self.batch_size, self.seed, self.loss_normalisation, repeats)
 
     def new_state(self, adapter: Adapter, heads: Heads) -> TrainingState:
         """Return the state before the first step, with a copy of the adapter that the run starts from."""

@@ -37,6 +37,7 @@ class Sampler:
         batch_size: number of examples in a step.
         seed: seed of the permutations.
         normalisation: `token`: weight the examples of a step by their number of target tokens.
+        repeats: number of consecutive steps with the same examples.
 
     Raises:
         ValueError: a step has no example.
@@ -48,6 +49,7 @@ class Sampler:
         batch_size: int,
         seed: int,
         normalisation: LossNormalisation = "example",
+        repeats: int = 1,
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"a step has {batch_size} examples, must be at least 1")
@@ -55,11 +57,12 @@ class Sampler:
         self.batch_size = batch_size
         self.seed = seed
         self.normalisation = normalisation
+        self.repeats = repeats
         self._sequences = [0]
 
     def examples_at(self, step: int) -> list[Example]:
         """Return the examples of a step, counted from 0, without weights of the normalisation."""
-        count = len(self.examples)
+        count, step = len(self.examples), step // self.repeats
         cursor = range(step * self.batch_size, (step + 1) * self.batch_size)
         return [self.examples[row_order(self.seed, i // count, count)[i % count]] for i in cursor]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from prge.data.forms.task import Task
 from prge.engine import Engine
@@ -17,6 +18,7 @@ from prge.objectives.objective import CROSS_ENTROPY, Objective
 from prge.training.checkpoint import TrainingState
 from prge.training.encoder_heads import Heads
 from prge.training.estimators.protocol import Measurement
+from prge.training.estimators.rollouts import RolloutSource
 from prge.training.evaluation import evaluate
 from prge.training.loop import AdapterLearner, Observer, train
 from prge.training.recipe import Recipe
@@ -36,6 +38,7 @@ class SessionData:
         adapter: the adapter to start from.
         heads: the classification heads of an encoder.
         sampler: the sampler of training examples; default: the recipe's.
+        rollouts: generates and rewards completions of the examples, if they are prompts.
     """
 
     train: Sequence[Example]
@@ -45,6 +48,15 @@ class SessionData:
     adapter: Adapter
     heads: Heads = field(default_factory=Heads)
     sampler: Sampler | None = None
+    rollouts: EvaluatedRollouts | None = None
+
+
+class EvaluatedRollouts(RolloutSource, Protocol):
+    """A source of completions that also evaluates an adapter by them."""
+
+    def evaluate(self, adapter: Adapter, prompts: Sequence[Example]) -> Record:
+        """Return the record of an evaluation on development prompts; see prge.training.evaluation."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +108,8 @@ def open_session(
     """
 
     def evaluate_state(state: TrainingState) -> Record:
+        if data.rollouts is not None:
+            return data.rollouts.evaluate(state.adapter, data.dev)
         return evaluate(
             engine,
             state.adapter,
@@ -118,5 +132,6 @@ def open_session(
         save_state=store.save,
         evaluate_state=evaluate_state if data.dev else None,
         objective=data.objective,
+        rollouts=data.rollouts,
     )
     return Session(learner=learner)

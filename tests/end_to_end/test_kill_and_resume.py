@@ -30,6 +30,8 @@ KILLS = {
     "lora tangent": 4,
     "chunked exact": 6,
     "chunked tangent": 4,
+    "bundle es": 6,
+    "bundle grpo": 6,
 }
 
 # Instants of an exact run, and the ones (from 0) before which successive processes are killed.
@@ -87,6 +89,14 @@ settings |= dict(
 if sys.argv[5] == "tangent":
     settings |= dict(sample_prompts=folder / "prompts.txt", sample_every=5)
     (folder / "prompts.txt").write_text("aa bb\\ncc\\n")
+if sys.argv[5] in ("es", "grpo"):
+    (folder / "reward.py").write_text("def reward(prompt, completion, row): return completion.count('a') / 9")
+    settings |= dict(
+        steps=24, estimator=None, objective=sys.argv[5], reward=str(folder / "reward.py"), task=None,
+        max_completion_length=8,
+    )
+if sys.argv[5] == "grpo":
+    settings |= dict(num_generations=4, num_iterations=3, beta=0.1)
 begin = time.perf_counter()
 _, status = os.waitpid(start(out=folder / "whole"), 0)
 assert status == 0, status
@@ -206,7 +216,8 @@ def test_a_run_killed_many_times_ends_with_the_same_bits(
     bundle = workshop / "bundle" if name == "bundle" else request.getfixturevalue(f"{name}_bundle")
     killed = in_a_parent(BY_CHANCE, workshop, bundle, tmp_path, KILLS[case], estimator)
     assert int(killed) == KILLS[case]
-    assert_ended_alike(tmp_path / "whole", tmp_path / "killed", steps=60)
+    steps = 24 if estimator in ("es", "grpo") else 60
+    assert_ended_alike(tmp_path / "whole", tmp_path / "killed", steps)
     if estimator == "tangent":
         samples = [(tmp_path / name / "samples.jsonl").read_bytes() for name in ("whole", "killed")]
         assert samples[0] == samples[1] and samples[0].count(b"\n") == 2 * (60 // 5 + 1)

@@ -12,7 +12,7 @@ from the records of its journal. `differences.py` estimates with perturbed copie
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,6 +24,7 @@ from prge.model_spec import AdaptedModule
 from prge.objectives.classification_head import Classifier, Head
 from prge.objectives.examples import Example
 from prge.objectives.objective import CROSS_ENTROPY, Loss, Objective
+from prge.training.estimators.rollouts import RolloutSource
 
 # Cost of an exact gradient, forward and backward, in forward passes.
 BACKPROPAGATION_PASSES = 3
@@ -43,6 +44,7 @@ class Step:
         classifier: computes class scores from an encoder's pooled states; None for a decoder.
         trained_head: the encoder's head if it is trained, too; its gradient is exact.
         objective: the loss as a function of scores.
+        rollouts: generates the completions of estimators that learn from a reward.
     """
 
     adapter: Adapter
@@ -52,6 +54,14 @@ class Step:
     classifier: Classifier | None = None
     trained_head: Head | None = None
     objective: Objective = CROSS_ENTROPY
+    rollouts: RolloutSource | None = None
+
+    @property
+    def rollout_source(self) -> RolloutSource:
+        """The source of completions; raises ValueError without one."""
+        if self.rollouts is None:
+            raise ValueError("the step has no source of completions")
+        return self.rollouts
 
     def loss(self, outputs: Array, examples: Sequence[Example] | None = None) -> Loss:
         """Return the loss of the step's examples, or of `examples`, for outputs [copies, ...]."""
@@ -84,6 +94,7 @@ class Measurement:
         engine_seconds: seconds spent in the engine.
         largest_tangent: largest absolute value among the tangents of the outputs; None without tangents.
         gradient: the exact gradient of the adapter, f32 [size]; None if it is estimated.
+        facts: further fields of the step's journal record, such as the mean reward.
     """
 
     loss: float
@@ -92,6 +103,7 @@ class Measurement:
     engine_seconds: float
     largest_tangent: float | None = None
     gradient: FloatArray | None = None
+    facts: Record = field(default_factory=dict)
 
     @property
     def derivatives(self) -> Float64Array | FloatArray:
@@ -100,8 +112,9 @@ class Measurement:
 
     @property
     def journal_fields(self) -> Record:
-        """The fields of a step's journal record from which `Estimator.gradient` computes the gradient."""
-        record: Record = (
+        """The fields of a step's journal record from which `Estimator.gradient` computes; and the facts."""
+        record: Record = dict(self.facts)
+        record |= (
             {"projected_gradients": self.projected_gradients.tolist()}
             if self.gradient is None
             else {GRADIENT: encode_array(self.gradient)}
