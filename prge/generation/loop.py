@@ -23,8 +23,10 @@ from prge.data.tokenization.tokenizer import Tokenizer
 from prge.engine import FloatArray, common_prefix
 from prge.errors import ConfigError, DataError, PrgeError, format_value
 from prge.formats.adapter import Adapter
+from prge.generation.constraints import BeginConstraint, TokenConstraint
 from prge.generation.drafts import PromptLookup
 from prge.generation.generator import GenerationEngine
+from prge.generation.logprobs import TokenLogprob, token_logprob
 from prge.generation.prompts import Prompt
 from prge.generation.sampling import SamplingSettings, TokenSampler
 from prge.generation.text_stream import TextStream
@@ -37,6 +39,8 @@ Draft = Literal["off", "lookup"]
 _REPEATED_TOKENS, _REPEATED_CHARACTERS = 8, 16
 # Maximum number of prompt tokens in a round, so that other completions continue during a long prefill.
 MAX_PREFILL_TOKENS = 256
+# The same for a prompt whose log-probabilities are computed: its logits take vocabulary x 4 bytes per token.
+MAX_SCORED_TOKENS = 32
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,12 @@ class Request:
     adapter: Adapter
     settings: GenerationSettings = field(default_factory=GenerationSettings)
     sharing: Sharing = field(default_factory=Sharing)
+    constraint: BeginConstraint | None = None
+    """Restricts the tokens of the completion; None: all tokens are allowed."""
+    logprobs: int | None = None
+    """Report the log-probability of each token, and this number of most likely ones; None: don't."""
+    prompt_logprobs: bool = False
+    """Report the log-probabilities of the prompt's tokens, too. The whole prompt is computed."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +135,9 @@ class Completion:
     """Seconds that the engine took for these tokens, together with those of other completions."""
     drafted: int = 0
     """How many of these tokens came from accepted drafts."""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """Log-probabilities, if requested: of the prompt's tokens after the first one if these were requested,
+    of `tokens`, and of the token that ended the completion."""
 
     @property
     def prefill_tokens_per_second(self) -> float | None:
@@ -234,6 +247,8 @@ class _ActiveRequest:
         stream: decodes them into text.
         ends: tokens that end the completion.
         tokens: tokens of the completion.
+        constraint: restricts the tokens of the completion; None: all are allowed.
+        logprobs: log-probabilities of tokens, if requested.
         lookup: drafts tokens; None without speculative decoding.
     """
 
@@ -243,7 +258,9 @@ class _ActiveRequest:
     sampler: TokenSampler
     stream: TextStream
     ends: frozenset[int]
+    constraint: TokenConstraint | None
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
     fed: int = 0
     prefill_seconds: float = 0.0
     steps: int = 0
@@ -368,6 +385,7 @@ class Generator:
                     return
                 ticket = self._waiting.popleft()
             try:
+                constraint = None if ticket.request.constraint is None else ticket.request.constraint()
                 sequence = self._open_sequence(ticket)
             except PrgeError as error:
                 self._fail(ticket, error)
@@ -386,8 +404,10 @@ class Generator:
                         self.tokenizer,
                         [*prompt.stop, *(word for word, token in control_ids.items() if token is None)],
                         ticket.tokens if prompt.continues else None,
+                        prompt.shown,
                     ),
                     self.tokenizer.stop_ids | prompt.ends | ends,
+                    constraint,
                     lookup=PromptLookup(ticket.tokens) if request.settings.draft == "lookup" else None,
                 )
             )
@@ -399,7 +419,7 @@ class Generator:
         shared = [
             (sequence.shared_length(tokens[:-1], sharing), sequence)
             for sequence in self._idle
-            if sequence.adapter is adapter
+            if sequence.adapter is adapter and not ticket.request.prompt_logprobs
         ]
         common, best = max(shared, key=lambda pair: pair[0], default=(0, None))
         # A short common prefix means another conversation, whose sequence would be lost.
@@ -417,10 +437,11 @@ class Generator:
         """Compute up to MAX_PREFILL_TOKENS prompt tokens, oldest requests first; sample the first tokens."""
         left = MAX_PREFILL_TOKENS
         for active in [active for active in self._active if active.prompt_rest]:
-            chunk, active.prompt_rest = active.prompt_rest[:left], active.prompt_rest[left:]
+            size = min(left, MAX_SCORED_TOKENS) if active.ticket.request.prompt_logprobs else left
+            chunk, active.prompt_rest = active.prompt_rest[:size], active.prompt_rest[size:]
             start = time.perf_counter()
             try:
-                logits = self.engine.feed(active.sequence.number, chunk)
+                logits = self._feed(active, chunk)
             except PrgeError as error:
                 self._drop(active, error)
                 continue
@@ -432,6 +453,17 @@ class Generator:
             left -= len(chunk)
             if not left:
                 return
+
+    def _feed(self, active: _ActiveRequest, chunk: Sequence[int]) -> FloatArray:
+        """Append tokens of a prompt, with their log-probabilities if requested; return the last logits."""
+        request = active.ticket.request
+        if not request.prompt_logprobs:
+            return self.engine.feed(active.sequence.number, chunk)
+        logits = self.engine.check(active.sequence.number, chunk)
+        following = [*chunk[1:], *active.prompt_rest[:1]]
+        pairs = zip(logits, following, strict=False)
+        active.logprobs += [token_logprob(row, token, request.logprobs or 0) for row, token in pairs]
+        return logits[-1]
 
     def _decode(self, decoding: Sequence[_ActiveRequest]) -> None:
         """Generate one token for each of these completions."""
@@ -486,11 +518,17 @@ class Generator:
         Returns:
             Whether the completion continues.
         """
+        constraint, request = active.constraint, active.ticket.request
         try:
-            token = active.sampler.sample(logits, active.sequence.tokens)
+            allowed = None if constraint is None else constraint.allowed(active.ends)
+            token = active.sampler.sample(logits, active.sequence.tokens, allowed)
+            if constraint is not None and token not in active.ends:
+                constraint.accept(token)
         except PrgeError as error:
             self._drop(active, error)
             return False
+        if request.logprobs is not None:
+            active.logprobs.append(token_logprob(logits, token, request.logprobs))
         if token in active.ends:
             self._finish(active, "stop")
             return False
@@ -498,9 +536,9 @@ class Generator:
         if active.lookup is not None:
             active.lookup.push(token)
         self._send_text(active, active.stream.push(token))
-        if active.stream.stopped:
+        if active.stream.stopped or (constraint is not None and constraint.is_finished):
             self._finish(active, "stop")
-        elif len(active.tokens) >= active.ticket.request.settings.max_tokens:
+        elif len(active.tokens) >= request.settings.max_tokens:
             self._finish(active, "length")
         elif len(active.sequence.tokens) + 1 >= self.engine.context:
             self._finish(active, "context")
@@ -525,6 +563,7 @@ class Generator:
             active.steps,
             active.decode_seconds,
             active.drafted,
+            tuple(active.logprobs),
         )
         self._end(active.ticket, completion)
 
