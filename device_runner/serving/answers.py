@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -14,7 +14,6 @@ from prge.generation.logprobs import TokenLogprob
 from prge.generation.loop import Completion, Reason
 
 _FINISH: dict[Reason, Finish] = {"stop": "stop", "length": "length", "context": "length", "cancelled": "stop"}
-TokenText = Callable[[int], str]
 
 
 def make_answer(
@@ -41,7 +40,7 @@ def make_answer(
             answer = _with_calls(answer, parsed, call_format)
         if parsed.logprobs is None:
             return answer
-        return replace(answer, logprobs=_chat_logprobs(completion.logprobs, cache(tokenizer.token_text)))
+        return replace(answer, logprobs=_chat_logprobs(completion.logprobs, tokenizer))
     first: Sequence[int] = ()
     hidden = 0
     if parsed.echo:
@@ -52,7 +51,7 @@ def make_answer(
         answer, first = replace(answer, text=text + answer.text), prompt[:1]
     if parsed.logprobs is None:
         return answer
-    logprobs = _text_logprobs(first, completion.logprobs, cache(tokenizer.token_text))
+    logprobs = _text_logprobs(first, completion.logprobs, tokenizer)
     offsets, width = [], 0
     for position, token in enumerate(logprobs["tokens"]):
         offsets.append(min(width, len(answer.text)))
@@ -71,12 +70,14 @@ def _with_calls(answer: Answer, parsed: ParsedRequest, call_format: CallFormat) 
     return Answer(call_format.text_before(text).strip(), "tool_calls", tuple(calls))
 
 
-def _chat_logprobs(logprobs: Sequence[TokenLogprob], text_of: TokenText) -> Json:
-    """Return log-probabilities in the form of chats."""
+def _chat_logprobs(logprobs: Sequence[TokenLogprob], tokenizer: Tokenizer) -> Json:
+    """Return log-probabilities in the form of chats; tokens that aren't whole characters have no bytes."""
+    text_of = cache(tokenizer.token_text)
 
     def describe(token: int, logprob: float) -> Json:
         text = text_of(token)
-        return {"token": text, "logprob": logprob, "bytes": [*text.encode()]}
+        encoded = None if text is None else [*text.encode()]
+        return {"token": text or tokenizer.token(token), "logprob": logprob, "bytes": encoded}
 
     content = [
         {**describe(each.token, each.logprob), "top_logprobs": [describe(*pair) for pair in each.top]}
@@ -85,14 +86,19 @@ def _chat_logprobs(logprobs: Sequence[TokenLogprob], text_of: TokenText) -> Json
     return {"content": content, "refusal": None}
 
 
-def _text_logprobs(first: Sequence[int], logprobs: Sequence[TokenLogprob], text_of: TokenText) -> Json:
+def _text_logprobs(first: Sequence[int], logprobs: Sequence[TokenLogprob], tokenizer: Tokenizer) -> Json:
     """Return log-probabilities in the form of completions.
 
     Args:
         first: the first token of the prompt if the response has the prompt; nothing predicts it.
         logprobs: log-probabilities of all tokens after it.
-        text_of: returns the text of a token.
+        tokenizer: decodes tokens.
     """
+
+    @cache
+    def text_of(token: int) -> str:
+        return tokenizer.token_text(token) or tokenizer.token(token)
+
     tops: list[dict[str, float] | None] = [None for _ in first]
     for each in logprobs:
         # Of two tokens with the same text, the more likely one counts. The token itself is always there.

@@ -309,7 +309,7 @@ class _Server:
         previous_answers = tuple(
             str(each["content"]) for each in parsed.messages if each["role"] == "assistant"
         )
-        return Sharing(group, needs_answer=True, answers=previous_answers)
+        return Sharing(group, True, previous_answers, whole_answer=parsed.has_calls)
 
     async def _answer(self, request: Request, read: Callable[[bytes], ParsedRequest]) -> Response:
         # Reading sensors may take a moment.

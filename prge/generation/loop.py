@@ -92,6 +92,9 @@ class Sharing:
     answers: tuple[str, ...] = ()
     """Earlier completions as the request has them; they may have other tokens, or lack their reasoning
     part."""
+    whole_answer: bool = False
+    """Whether the request must repeat the earlier completion to its end, because the beginning can be
+    guessed, as that of a call of a tool."""
 
 
 @dataclass(frozen=True)
@@ -231,7 +234,8 @@ class _OpenSequence:
             return common
         completion_length = len(self.tokens) - self.prompt_length
         # Half of a long completion is enough: a client may send it back with other tokens near its end.
-        needed = max(completion_length // 2, min(completion_length, _REPEATED_TOKENS), 1)
+        enough = completion_length if sharing.whole_answer else completion_length // 2
+        needed = max(enough, min(completion_length, _REPEATED_TOKENS), 1)
         return common if common - self.prompt_length >= needed else 0
 
 

@@ -15,12 +15,12 @@ from typing import Any
 import openai
 import pytest
 
+from tests.tiny_models import save_model
 from tests.verbs import REPOSITORY, prge
-from tests.workshop import write_rows
+from tests.workshop import FolderBuilder, export, write_rows
 
 pytestmark = pytest.mark.whole
 
-# The model has a context of 64 letters.
 TEMPLATE = "{% if tools %}{{ tools[0].function.name }}{% endif %}{{ messages[0].content }}:{# <tool_call> #}"
 BOOLEAN = {
     "type": "object",
@@ -32,11 +32,22 @@ QUESTION: dict[str, Any] = {"model": "bundle", "messages": [{"role": "user", "co
 
 
 @pytest.fixture(scope="module")
-def server(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def model(made_once: FolderBuilder) -> Path:
+    """Return a folder with `model` and `bundle`, whose context is long enough for calls."""
+
+    def make(folder: Path) -> None:
+        save_model(folder / "model", "llama", max_position_embeddings=256)
+        export(folder / "model", folder / "bundle", "--context", 256)
+
+    return made_once("long", make)
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Yield the address of a server of the bundle."""
     template = tmp_path_factory.mktemp("formats") / "chat.jinja"
     template.write_text(TEMPLATE)
-    arguments = ["serve", workshop / "bundle", "--port", 0, "--threads", 1, "--chat-template", template]
+    arguments = ["serve", model / "bundle", "--port", 0, "--threads", 1, "--chat-template", template]
     command = [sys.executable, "-m", "prge.cli.main", *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
@@ -72,8 +83,8 @@ def test_json_and_a_call_of_a_tool(client: Any) -> None:
 
 
 @pytest.mark.usefixtures("llguidance")
-def test_generate_follows_a_schema_and_a_grammar(workshop: Path, tmp_path: Path) -> None:
-    arguments = ["generate", workshop / "bundle", "--prompt", "aa ?", "--threads", 1]
+def test_generate_follows_a_schema_and_a_grammar(model: Path, tmp_path: Path) -> None:
+    arguments = ["generate", model / "bundle", "--prompt", "aa ?", "--threads", 1]
     (tmp_path / "schema.json").write_text(json.dumps(BOOLEAN))
     output = prge(*arguments, "--json-schema", tmp_path / "schema.json").stdout
     assert json.loads(output).keys() == {"a"}
@@ -88,13 +99,11 @@ def test_generate_follows_a_schema_and_a_grammar(workshop: Path, tmp_path: Path)
     assert prge(*arguments, *both, check=False).returncode == 2
 
 
-def test_the_scores_of_a_prompt_are_those_of_an_evaluation(
-    client: Any, workshop: Path, tmp_path: Path
-) -> None:
+def test_the_scores_of_a_prompt_are_those_of_an_evaluation(client: Any, model: Path, tmp_path: Path) -> None:
     text = "aa bb cc dd aa bb cc?"
     row = write_rows(tmp_path / "row.jsonl", [{"prompt": text[:9], "completion": text[9:]}])
     output = tmp_path / "result.json"
-    prge("eval", workshop / "bundle", "--data", row, "--json", output, "--threads", 1, "--no-append-eos")
+    prge("eval", model / "bundle", "--data", row, "--json", output, "--threads", 1, "--no-append-eos")
     loss = json.loads(output.read_text())["loss"]
     scored = client.completions.create(model="bundle", prompt=text, echo=True, logprobs=0, max_tokens=0)
     logprobs = scored.choices[0].logprobs
@@ -106,7 +115,7 @@ def test_the_scores_of_a_prompt_are_those_of_an_evaluation(
     assert -sum(after) / len(after) == pytest.approx(loss, rel=1e-3)
 
 
-def test_lm_evaluation_harness_scores_a_task(server: str, workshop: Path, tmp_path: Path) -> None:
+def test_lm_evaluation_harness_scores_a_task(server: str, model: Path, tmp_path: Path) -> None:
     if importlib.util.find_spec("lm_eval") is None:
         pytest.skip("the package lm_eval is not installed")
     rows = [{"text": "aa bb", "label": 0}, {"text": "cc dd", "label": 1}]
@@ -116,7 +125,7 @@ def test_lm_evaluation_harness_scores_a_task(server: str, workshop: Path, tmp_pa
         "test_split: test\noutput_type: multiple_choice\ndoc_to_text: '{{text}} ?'\ndoc_to_target: label\n"
         "doc_to_choice: ['no', 'yes']\nmetric_list: [{metric: acc}]\n"
     )
-    facts = [f"base_url={server}/completions", f"tokenizer={workshop / 'model'}", "max_length=60"]
+    facts = [f"base_url={server}/completions", f"tokenizer={model / 'model'}", "max_length=60"]
     command = [
         *(sys.executable, "-m", "lm_eval", "--model", "local-completions", "--tasks", "letters"),
         *("--include_path", tmp_path, "--output_path", tmp_path / "results.json"),

@@ -352,13 +352,12 @@ class Tokenizer:
             before = after
         return texts
 
-    def token_text(self, identifier: int) -> str:
-        """Return the text of a token inside a text, or its name if that isn't readable."""
+    def token_text(self, identifier: int) -> str | None:
+        """Return the text of a token inside a text; None if it isn't whole characters."""
         before = self.decode(self._whole_tokens)
         text = self.decode([*self._whole_tokens, identifier])
         added = text[len(before) :]
-        is_readable = added and text.startswith(before) and "\ufffd" not in added
-        return added if is_readable else self.token(identifier)
+        return added if added and text.startswith(before) and "\ufffd" not in added else None
 
     @cached_property
     def _whole_tokens(self) -> list[int]:

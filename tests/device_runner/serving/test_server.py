@@ -393,8 +393,9 @@ def test_numbers_out_of_bounds_are_refused_early(child: Child, name: str) -> Non
             body = {"model": "base", "max_tokens": 1, **prompt, name: number}
             status, answer = child.ask(body, f"/v1/{path}")
             # Python's 1 and 0 equal True and False, which ask for the default.
-            is_same = number is True if name == "best_of" else number == 0 and name.endswith("logprobs")
-            assert status == (200 if is_same else 400), (path, number, answer)
+            is_right = number is True if name == "best_of" else number == 0 and name.endswith("logprobs")
+            is_right |= number is True and name == "logprobs" and path == "chat/completions"
+            assert status == (200 if is_right else 400), (path, number, answer)
             assert time.monotonic() - begun < 5
     assert child.ask({"model": "base", "prompt": ["a"] * 5, "n": 2, "max_tokens": 1})[0] == 400
 
@@ -855,7 +856,7 @@ def test_calls_are_separated_from_text_and_all_else_stays_text(
             server.client().chat.completions,
             [{"type": "function", "function": {"name": "get_weather"}}],
         )
-        question = {"model": "base", "messages": HELLO, "tools": tools, "temperature": 0, "max_tokens": 100}
+        question = {"model": "base", "messages": HELLO, "tools": tools, "temperature": 0, "max_tokens": 200}
         (choice,) = chat.create(**question).choices
         assert choice.message.content == content and choice.finish_reason == finish
         assert len(choice.message.tool_calls or ()) == calls
@@ -877,9 +878,12 @@ def test_log_probabilities_of_a_chat(child: Child) -> None:
     question = {"model": "base", "messages": HELLO, "max_tokens": 12, "temperature": 0}
     (choice,) = chat.create(**question, logprobs=True, top_logprobs=3).choices
     tokens = choice.logprobs.content
-    assert "".join(token.token for token in tokens).strip() == choice.message.content.strip()
+    readable = [token for token in tokens if token.bytes is not None]
+    assert len(tokens) == 12 and len(readable) > 0
+    assert all(token.token in choice.message.content for token in readable)
+    assert all(bytes(token.bytes).decode() == token.token for token in readable)
     for token in tokens:
-        assert len(token.top_logprobs) == 3 and bytes(token.bytes).decode() == token.token
+        assert len(token.top_logprobs) == 3
         assert (token.token, token.logprob) == (token.top_logprobs[0].token, token.top_logprobs[0].logprob)
         assert token.logprob <= 0
     events = [*chat.create(**question, logprobs=True, stream=True)]
