@@ -36,6 +36,7 @@ OPTIONAL_PACKAGES = {
     "jinja2": "chats and reports",
     **dict.fromkeys(("torchao", "transformers", "peft"), "`prge tune` and `prge export`"),
     **dict.fromkeys(("starlette", "uvicorn"), "`prge serve`"),
+    "llguidance": "answers in a given format",
     "flwr": "`prge fleet`",
 }
 

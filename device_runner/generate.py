@@ -18,6 +18,7 @@ from device_runner.session.generation import (
     print_note,
     read_adapters,
 )
+from device_runner.session.grammars import MAX_SCHEMA, Grammars
 from device_runner.session.memory import watched_memory
 from prge.cli.settings import parse_settings
 from prge.data.columns import RowError
@@ -28,7 +29,8 @@ from prge.data.sources import describe_paths, read_source
 from prge.data.tokenization.inputs import read_input_text
 from prge.data.tokenization.tokenizer import load_bundle_tokenizer
 from prge.errors import DataError
-from prge.formats.documents import DocumentError, read_json
+from prge.formats.documents import DocumentError, read_document, read_json
+from prge.generation.constraints import BeginConstraint
 from prge.generation.loop import Completion, Generator, Request, Ticket
 from prge.generation.prompts import Prompt, Prompts
 from prge.generation.row_prompts import check_answerable, read_row_prompts
@@ -66,6 +68,7 @@ def generate(settings: GenerateSettings) -> None:
     # All prompts come before the engine: a chat template runs in a forked child.
     renderer = Prompts(tokenizer, settings.date, control_tokens=settings.control_tokens)
     prompts = _read_prompts(settings, renderer)
+    constraint = _read_constraint(settings, Grammars(tokenizer))
     source = "the prompts" if settings.data is None else describe_paths(settings.data)
     for event, written in renderer.written.items():
         print_note(f"{event}: {', '.join(f'{name} {count} times' for name, count in written.items())}")
@@ -77,7 +80,7 @@ def generate(settings: GenerateSettings) -> None:
     for each in prompts:
         for name, adapter in adapters.items():
             names.append((each.row, name))
-            requests.append(Request(each.prompt, adapter, settings_of_generation))
+            requests.append(Request(each.prompt, adapter, settings_of_generation, constraint=constraint))
     start = time.perf_counter()
     if count == 1 and not settings.json:
         answers = [_streamed(generator, requests[0])]
@@ -102,6 +105,20 @@ def _read_prompts(settings: GenerateSettings, prompts: Prompts) -> list[_Numbere
     else:
         prompts_of_texts = [prompts.encode_text(text) for text in texts]
     return [_NumberedPrompt(number, prompt) for number, prompt in enumerate(prompts_of_texts, 1)]
+
+
+def _read_constraint(settings: GenerateSettings, grammars: Grammars) -> BeginConstraint | None:
+    """Read and compile the schema or the grammar of the answers; raises DataError or BundleError."""
+    path = settings.json_schema or settings.grammar
+    if path is None:
+        return None
+    try:
+        if settings.json_schema:
+            return grammars.json([("", read_json(path), "")])
+        return grammars.grammar(read_document(path, MAX_SCHEMA).decode())
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise DataError(f"{path} can't be used:", [reason], code="grammar-refused") from None
 
 
 def _read_messages(path: Path) -> tuple[list[Mapping[str, Any]], Mapping[str, Any]]:

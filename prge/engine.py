@@ -20,6 +20,7 @@ Array = NDArray[Any]
 FloatArray = NDArray[np.float32]
 Float64Array = NDArray[np.float64]
 IntArray = NDArray[np.int64]
+BoolArray = NDArray[np.bool_]
 
 # Maximum number of hidden states between two blocks, counting every copy of the adapter and every direction.
 MAX_HIDDEN_STATES = 8192

@@ -49,7 +49,7 @@ DEBIAN = (
 WHEELS = (
     "numpy==2.4.6 tokenizers==0.23.3 safetensors==0.8.0 executorch==1.5.1 PyYAML==6.0.3 tqdm==4.70.1 "
     "Jinja2==3.1.6 MarkupSafe==3.0.4 starlette==1.3.1 uvicorn==0.49.0 anyio==4.16.0 click==8.5.1 h11==0.16.0 "
-    "idna==3.20"
+    "idna==3.20 llguidance==1.6.1"
 ).split()
 # More packages for a device of a fleet: of flwr's requirements, those that its client imports.
 FLEET_WHEELS = (

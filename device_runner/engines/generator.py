@@ -201,14 +201,23 @@ class ChainGenerationEngine:
     def max_checked(self) -> int:
         """See GenerationEngine."""
         carries = any(self._blocks.recurrent_states(number) for number in range(self._chain.head_start))
-        # The head computes several tokens of one sequence as if each belonged to a sequence of its own.
         return 0 if carries else min(self._chain.bounds.sequences, self._chain.bounds.chunk)
 
     def check(self, sequence: int, tokens: Sequence[int]) -> FloatArray:
         """See GenerationEngine."""
         self._reserve(self.length(sequence) + len(tokens))
-        state = self._prefill(self._sequences[sequence], tokens)
-        return self._logits(state.reshape(len(tokens), 1, -1))
+        bounds = self._chain.bounds
+        logits: list[FloatArray] = []
+        for start in range(0, len(tokens), bounds.chunk):
+            chunk = tokens[start : start + bounds.chunk]
+            if len(chunk) < MIN_TOKENS:
+                logits.append(self.step({sequence: chunk[0]})[sequence][None])
+                continue
+            states = self._prefill(self._sequences[sequence], chunk).reshape(len(chunk), 1, -1)
+            # The head computes several tokens of one sequence as if each belonged to a sequence of its own.
+            rows = range(0, len(chunk), bounds.sequences)
+            logits += [self._logits(states[first : first + bounds.sequences]) for first in rows]
+        return np.concatenate(logits)
 
     def step(self, tokens: Mapping[int, int]) -> dict[int, FloatArray]:
         """See GenerationEngine."""

@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 from starlette.applications import Starlette
@@ -31,7 +32,7 @@ from device_runner.serving.models import MAX_CHARACTERS, Models
 from device_runner.serving.page.runs import Runs
 from device_runner.serving.page.static import INDEX, page_file
 from device_runner.serving.protocol import (
-    Finish,
+    Answer,
     Json,
     ParsedRequest,
     Reply,
@@ -42,11 +43,12 @@ from device_runner.serving.protocol import (
     read_feedback_request,
     read_version,
 )
+from device_runner.serving.tool_calls import CallFormat
 from device_runner.serving.worker import BusyError, EventHandler, GenerationEvent, Worker
 from device_runner.session.generation import print_note
 from device_runner.session.pauses import Pauses
 from prge.errors import DataError, PrgeError
-from prge.generation.loop import Completion, Reason, Sharing
+from prge.generation.loop import Completion, Sharing, Ticket
 
 # Limits on the bytes of a body: for everything but the prompts, per token of the context, and in total.
 BYTES_BESIDES_PROMPTS = 64 << 10
@@ -152,8 +154,7 @@ def _page_routes(description: Json, runs: Runs | None) -> list[Route]:
 
 _T = TypeVar("_T")
 Events = asyncio.Queue[tuple[int, GenerationEvent]]
-Ended = Callable[[int, Completion], None]
-_FINISH: dict[Reason, Finish] = {"stop": "stop", "length": "length", "context": "length", "cancelled": "stop"}
+Ended = Callable[[int, Ticket], Awaitable[tuple[Completion, Answer]]]
 
 
 class _Server:
@@ -308,7 +309,7 @@ class _Server:
         previous_answers = tuple(
             str(each["content"]) for each in parsed.messages if each["role"] == "assistant"
         )
-        return Sharing(group, needs_answer=True, answers=previous_answers)
+        return Sharing(group, True, previous_answers, whole_answer=parsed.has_calls)
 
     async def _answer(self, request: Request, read: Callable[[bytes], ParsedRequest]) -> Response:
         # Reading sensors may take a moment.
@@ -344,13 +345,20 @@ class _Server:
 
         reply = Reply(parsed)
 
-        def ended(index: int, answer: Completion) -> None:
-            if self.feedback.is_enabled and answer.reason != "cancelled":
+        async def ended(index: int, ticket: Ticket) -> tuple[Completion, Answer]:
+            answer = ticket.wait()
+            if parsed.max_tokens == 0:
+                logprobs = answer.logprobs[: answer.prompt_tokens - 1]
+                answer = replace(answer, text="", tokens=(), reason="length", logprobs=logprobs)
+            # Rows of feedback hold a text that follows messages of texts.
+            elif self.feedback.is_enabled and answer.reason != "cancelled" and not parsed.has_calls:
                 record = self.models.answer_record(reply.id, parsed, requests[index], index, answer.text)
                 self.feedback.remember(parsed, index, record)
+            return answer, await self.models.answer(parsed, index, requests[index], answer)
 
         if parsed.stream:
-            return _Stream(_stream_events(reply, events, len(jobs), parsed.count, ended), cancel)
+            shown = partial(_text_to_send, parsed, self.models.call_format)
+            return _Stream(_stream_events(reply, events, len(jobs), parsed.count, ended, shown), cancel)
         try:
             return await _unless_gone(
                 request, _complete_response(reply, events, len(jobs), parsed.count, ended)
@@ -369,41 +377,54 @@ def _usage(answers: Mapping[int, Completion], each: int) -> Json:
     return format_usage(tokens, sum(len(answer.tokens) for answer in completions), cached)
 
 
+def _text_to_send(parsed: ParsedRequest, call_format: CallFormat | None, text: str) -> str:
+    """Return the beginning of an unfinished completion that surely isn't part of a call."""
+    if not parsed.tools or call_format is None:
+        return text
+    return "" if parsed.required else call_format.text_before(text)
+
+
 async def _complete_response(reply: Reply, events: Events, count: int, each: int, ended: Ended) -> Response:
-    answers: dict[int, Completion] = {}
-    while len(answers) < count:
+    tickets: dict[int, Ticket] = {}
+    while len(tickets) < count:
         index, event = await events.get()
         if not isinstance(event, str):
-            answers[index] = event.wait()
-    for index, answer in answers.items():
-        ended(index, answer)
-    usage = _usage(answers, each)
-    texts = [(answers[index].text, _FINISH[answers[index].reason]) for index in range(count)]
-    return JSONResponse(reply.whole(texts, usage))
+            event.wait()  # an error ends the response at once
+            tickets[index] = event
+    pairs = [await ended(index, tickets[index]) for index in range(count)]
+    usage = _usage(dict(enumerate(completion for completion, _ in pairs)), each)
+    return JSONResponse(reply.whole([answer for _, answer in pairs], usage))
 
 
 async def _stream_events(
-    reply: Reply, events: Events, count: int, each: int, ended: Ended
+    reply: Reply, events: Events, count: int, each: int, ended: Ended, shown: Callable[[str], str]
 ) -> AsyncIterator[str]:
     for index in range(count):
         for chunk in reply.begin(index):
             yield _event(chunk)
-    answers: dict[int, Completion] = {}
-    while len(answers) < count:
+    texts, sent = [""] * count, [0] * count
+    completions: dict[int, Completion] = {}
+    while len(completions) < count:
         index, event = await events.get()
         if isinstance(event, str):
-            yield _event(reply.text_event(index, event))
-            continue
-        try:
-            answer = event.wait()
-        except PrgeError as error:
-            # The status was already sent.
-            yield _event(_failure_error(error).body)
-            return
-        answers[index] = answer
-        ended(index, answer)
-        yield _event(reply.end(index, _FINISH[answer.reason]))
-    for chunk in reply.usage(_usage(answers, each)):
+            texts[index] += event
+            text = shown(texts[index])
+        else:
+            try:
+                completions[index], answer = await ended(index, event)
+            except PrgeError as error:
+                # The status was already sent.
+                yield _event(_failure_error(error).body)
+                return
+            text = shown(texts[index]) if answer.calls else texts[index]
+        if len(text) > sent[index]:
+            yield _event(reply.text_event(index, text[sent[index] :]))
+            sent[index] = len(text)
+        if index in completions:
+            if answer.calls:
+                yield _event(reply.calls_event(index, answer.calls))
+            yield _event(reply.end(index, answer))
+    for chunk in reply.usage(_usage(completions, each)):
         yield _event(chunk)
     yield "data: [DONE]\n\n"
 

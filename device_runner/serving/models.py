@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
-from device_runner.serving.protocol import ParsedRequest, RequestError
+from device_runner.serving.answers import make_answer
+from device_runner.serving.protocol import Answer, ParsedRequest, RequestError
+from device_runner.serving.tool_calls import find_format
+from device_runner.session.grammars import Grammars
 from prge.data.readers.feedback import AnswerRecord, Fields, adapter_digest, conversation_fields
 from prge.data.tokenization.control_tokens import RenderedText
 from prge.data.tokenization.tokenizer import Tokenizer
 from prge.errors import BundleError, DataError
 from prge.formats.adapter import Adapter
-from prge.generation.loop import GenerationSettings, Request
+from prge.generation.constraints import BeginConstraint
+from prge.generation.loop import Completion, GenerationSettings, Request
 from prge.generation.prompts import Prompt, Prompts
 
 # Characters of a prompt per token of the context; longer prompts do not reach the template or the tokenizer.
@@ -50,8 +56,14 @@ class Models:
         self._adapters = dict(adapters)
         self._digests: WeakKeyDictionary[Adapter, str] = WeakKeyDictionary()
         self._tokenizer = tokenizer
+        self._grammars = Grammars(tokenizer)
         self._prompts = Prompts(tokenizer)
-        _ = self._prompts.chat  # forks its process while this one has no other thread
+        chat = self._prompts.chat  # forks its process while this one has no other thread
+        self.call_format = find_format(tokenizer.chat_template or "")
+        """How the model writes calls of tools; None if the chat template can't describe tools, or its format
+        is unknown."""
+        if chat is None or "tools" not in chat.variables:
+            self.call_format = None
         self._parser_thread, self._template_thread = (
             ThreadPoolExecutor(1, name) for name in ("texts", "templates")
         )
@@ -92,6 +104,19 @@ class Models:
         self._digests[request.adapter] = digest
         return AnswerRecord(id, parsed.model, digest, prompt_fields, text, request.settings.facts())
 
+    async def answer(
+        self, parsed: ParsedRequest, index: int, request: Request, completion: Completion
+    ) -> Answer:
+        """Return a completion as its response has it; `index` is the completion's in the response."""
+
+        def make() -> Answer:
+            prompt = request.prompt.tokens
+            return make_answer(parsed, index, completion, prompt, self._tokenizer, self.call_format)
+
+        # Only these use the tokenizer.
+        uses_tokenizer = parsed.logprobs is not None or parsed.echo
+        return await self.run_in_parser(make) if uses_tokenizer else make()
+
     async def run_in_parser(self, work: Callable[[], _T]) -> _T:
         """Run `work` in the parsing thread, and return its result."""
         return await asyncio.get_running_loop().run_in_executor(self._parser_thread, work)
@@ -121,18 +146,29 @@ class Models:
     def _read(self, body: bytes, read: Callable[[bytes], ParsedRequest], context: int) -> ParsedRequest:
         parsed = read(body)
         self.adapter(parsed.model)
+        if parsed.has_calls and self.call_format is None:
+            raise RequestError(
+                400,
+                "the model's chat template has no tools, or writes their calls in a format that this server "
+                "can't read",
+                param="tools" if parsed.tools else "messages",
+                code="unsupported_parameter",
+            )
         texts = [str(message["content"]) for message in parsed.messages]
+        calls = [message["tool_calls"] for message in parsed.messages if "tool_calls" in message]
+        texts += [json.dumps(each, ensure_ascii=False) for each in (*calls, *parsed.tools)]
         sizes = [len(each) if isinstance(each, str) else 0 for each in parsed.prompts]
         longest = max([sum(map(len, texts)), *sizes])
         if longest > MAX_CHARACTERS * context:
             raise _too_long_error(parsed, f"{longest} characters", context)
-        if len(texts) > context:
-            raise _too_long_error(parsed, f"{len(texts)} messages", context)
+        if len(parsed.messages) > context:
+            raise _too_long_error(parsed, f"{len(parsed.messages)} messages", context)
         return parsed
 
     def _render(self, parsed: ParsedRequest) -> tuple[Prompts, RenderedText]:
         with self._refusing():
-            variables = {**self._variables, **parsed.variables}
+            tools = [{"type": "function", "function": tool} for tool in parsed.tools]
+            variables = {**self._variables, **parsed.variables, **({"tools": tools} if tools else {})}
             return self._prompts, self._prompts.render(parsed.messages, variables)
 
     @contextmanager
@@ -151,16 +187,51 @@ class Models:
     def _requests(
         self, parsed: ParsedRequest, prompts: Prompts, rendered: RenderedText, context: int
     ) -> list[Request]:
-        adapter = self.adapter(parsed.model)
+        adapter, constraint = self.adapter(parsed.model), self._constraint(parsed)
         requests = []
         for prompt in _make_prompts(parsed, prompts, rendered, context):
+            prompt = self._with_calls(parsed, prompt)
             tokens = len(prompt.tokens)
             if tokens >= context:
                 raise _too_long_error(parsed, f"at least {tokens} tokens", context)
             most = context - tokens if parsed.max_tokens is None else min(parsed.max_tokens, context)
-            settings = GenerationSettings(most, parsed.stop, parsed.sampling, draft="lookup")
-            requests += [Request(prompt, adapter, settings)] * parsed.count
+            # The logits after a prompt give a token, which `_Server` removes if the client wants none.
+            settings = GenerationSettings(max(most, 1), parsed.stop, parsed.sampling, draft="lookup")
+            request = Request(
+                prompt,
+                adapter,
+                settings,
+                constraint=constraint,
+                logprobs=parsed.logprobs,
+                prompt_logprobs=parsed.echo and parsed.logprobs is not None,
+            )
+            requests += [request] * parsed.count
         return requests
+
+    def _constraint(self, parsed: ParsedRequest) -> BeginConstraint | None:
+        """Return the constraint on the completions of a request; raises RequestError if it is refused."""
+        param = "tools"
+        try:
+            if parsed.required and self.call_format is not None:
+                return self._grammars.json(self.call_format.alternatives(parsed.required))
+            param = "response_format"
+            if parsed.schema is not None:
+                return self._grammars.json([("", parsed.schema, "")])
+            param = "grammar"
+            return self._grammars.grammar(parsed.grammar) if parsed.grammar else None
+        except DataError as error:
+            raise RequestError(400, str(error), param=param) from None
+        except BundleError as error:
+            raise RequestError(400, error.what, param=param, code="unsupported_parameter") from None
+
+    def _with_calls(self, parsed: ParsedRequest, prompt: Prompt) -> Prompt:
+        """Return a prompt of a request with tools: calls are readable, and a required one begins."""
+        if not parsed.tools or self.call_format is None:
+            return prompt
+        marks = map(self._tokenizer.control_id, (self.call_format.begin, *self.call_format.marks))
+        head = self._tokenizer.encode(self.call_format.head, control=True) if parsed.required else ()
+        shown = frozenset(token for token in marks if token is not None)
+        return replace(prompt, tokens=(*prompt.tokens, *head), shown=shown)
 
 
 def _make_prompts(

@@ -125,6 +125,11 @@ class GenerateSettings(GenerationFlags, SelectionFlags, RowsFlags, BundleFlags):
     several files one after another; a folder with a file test; or the name of a data set of the hub."""
     json: bool = False
     """Print a JSON object for each answer: text, tokens, reason, prompt_tokens, speed."""
+    json_schema: InputFile | None = None
+    """File of a JSON schema that every answer follows; needs the package llguidance."""
+    grammar: InputFile | None = None
+    """File of a grammar that every answer follows, in the syntax of Lark or of llama.cpp; needs the package
+    llguidance."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -133,6 +138,8 @@ class GenerateSettings(GenerationFlags, SelectionFlags, RowsFlags, BundleFlags):
             problems.append("--chat requires --prompt")
         if self.task and not self.data:
             problems.append("--task requires --data")
+        if self.json_schema and self.grammar:
+            problems.append("--json-schema and --grammar exclude each other")
         if self.columns and not self.data:
             problems.append("--columns requires --data")
         if self.system is not None and self.prompt and not self.chat:

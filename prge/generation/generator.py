@@ -48,11 +48,12 @@ class GenerationEngine(Protocol):
 
     @property
     def max_checked(self) -> int:
-        """Maximum number of tokens of a `check`; 0 if sequences can't be rewound after a failed check."""
+        """Maximum number of tokens of a draft that is worth a `check`; 0 if sequences can't be rewound after
+        a failed check."""
         ...
 
     def check(self, sequence: int, tokens: Sequence[int]) -> FloatArray:
-        """Append two or more tokens; return the logits after each of them, f32 [tokens, vocabulary_size].
+        """Append one or more tokens; return the logits after each of them, f32 [tokens, vocabulary_size].
 
         Raises:
             EngineError: see `feed`.

@@ -23,8 +23,10 @@ from prge.data.tokenization.tokenizer import Tokenizer
 from prge.engine import FloatArray, common_prefix
 from prge.errors import ConfigError, DataError, PrgeError, format_value
 from prge.formats.adapter import Adapter
+from prge.generation.constraints import BeginConstraint, TokenConstraint
 from prge.generation.drafts import PromptLookup
 from prge.generation.generator import GenerationEngine
+from prge.generation.logprobs import TokenLogprob, token_logprob
 from prge.generation.prompts import Prompt
 from prge.generation.sampling import SamplingSettings, TokenSampler
 from prge.generation.text_stream import TextStream
@@ -37,6 +39,8 @@ Draft = Literal["off", "lookup"]
 _REPEATED_TOKENS, _REPEATED_CHARACTERS = 8, 16
 # Maximum number of prompt tokens in a round, so that other completions continue during a long prefill.
 MAX_PREFILL_TOKENS = 256
+# The same for a prompt whose log-probabilities are computed: its logits take vocabulary x 4 bytes per token.
+MAX_SCORED_TOKENS = 32
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,9 @@ class Sharing:
     answers: tuple[str, ...] = ()
     """Earlier completions as the request has them; they may have other tokens, or lack their reasoning
     part."""
+    whole_answer: bool = False
+    """Whether the request must repeat the earlier completion to its end, because the beginning can be
+    guessed, as that of a call of a tool."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +105,12 @@ class Request:
     adapter: Adapter
     settings: GenerationSettings = field(default_factory=GenerationSettings)
     sharing: Sharing = field(default_factory=Sharing)
+    constraint: BeginConstraint | None = None
+    """Restricts the tokens of the completion; None: all tokens are allowed."""
+    logprobs: int | None = None
+    """Report the log-probability of each token, and this number of most likely ones; None: don't."""
+    prompt_logprobs: bool = False
+    """Report the log-probabilities of the prompt's tokens, too. The whole prompt is computed."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +138,9 @@ class Completion:
     """Seconds that the engine took for these tokens, together with those of other completions."""
     drafted: int = 0
     """How many of these tokens came from accepted drafts."""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """Log-probabilities, if requested: of the prompt's tokens after the first one if these were requested,
+    of `tokens`, and of the token that ended the completion."""
     end: int | None = None
     """The token that ended the completion; None if no token did."""
 
@@ -225,7 +241,8 @@ class _OpenSequence:
             return common
         completion_length = len(self.tokens) - self.prompt_length
         # Half of a long completion is enough: a client may send it back with other tokens near its end.
-        needed = max(completion_length // 2, min(completion_length, _REPEATED_TOKENS), 1)
+        enough = completion_length if sharing.whole_answer else completion_length // 2
+        needed = max(enough, min(completion_length, _REPEATED_TOKENS), 1)
         return common if common - self.prompt_length >= needed else 0
 
 
@@ -241,6 +258,8 @@ class _ActiveRequest:
         stream: decodes them into text.
         ends: tokens that end the completion.
         tokens: tokens of the completion.
+        constraint: restricts the tokens of the completion; None: all are allowed.
+        logprobs: log-probabilities of tokens, if requested.
         lookup: drafts tokens; None without speculative decoding.
     """
 
@@ -250,7 +269,9 @@ class _ActiveRequest:
     sampler: TokenSampler
     stream: TextStream
     ends: frozenset[int]
+    constraint: TokenConstraint | None
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
     fed: int = 0
     prefill_seconds: float = 0.0
     steps: int = 0
@@ -376,6 +397,7 @@ class Generator:
                     return
                 ticket = self._waiting.popleft()
             try:
+                constraint = None if ticket.request.constraint is None else ticket.request.constraint()
                 sequence = self._open_sequence(ticket)
             except PrgeError as error:
                 self._fail(ticket, error)
@@ -394,8 +416,10 @@ class Generator:
                         self.tokenizer,
                         [*prompt.stop, *(word for word, token in control_ids.items() if token is None)],
                         ticket.tokens if prompt.continues else None,
+                        prompt.shown,
                     ),
                     self.tokenizer.stop_ids | prompt.ends | ends,
+                    constraint,
                     lookup=PromptLookup(ticket.tokens) if request.settings.draft == "lookup" else None,
                 )
             )
@@ -407,7 +431,7 @@ class Generator:
         shared = [
             (sequence.shared_length(tokens[:-1], sharing), sequence)
             for sequence in self._idle
-            if sequence.adapter is adapter
+            if sequence.adapter is adapter and not ticket.request.prompt_logprobs
         ]
         common, best = max(shared, key=lambda pair: pair[0], default=(0, None))
         # A short common prefix means another conversation, whose sequence would be lost.
@@ -425,10 +449,11 @@ class Generator:
         """Compute up to MAX_PREFILL_TOKENS prompt tokens, oldest requests first; sample the first tokens."""
         left = MAX_PREFILL_TOKENS
         for active in [active for active in self._active if active.prompt_rest]:
-            chunk, active.prompt_rest = active.prompt_rest[:left], active.prompt_rest[left:]
+            size = min(left, MAX_SCORED_TOKENS) if active.ticket.request.prompt_logprobs else left
+            chunk, active.prompt_rest = active.prompt_rest[:size], active.prompt_rest[size:]
             start = time.perf_counter()
             try:
-                logits = self.engine.feed(active.sequence.number, chunk)
+                logits = self._feed(active, chunk)
             except PrgeError as error:
                 self._drop(active, error)
                 continue
@@ -440,6 +465,18 @@ class Generator:
             left -= len(chunk)
             if not left:
                 return
+
+    def _feed(self, active: _ActiveRequest, chunk: Sequence[int]) -> FloatArray:
+        """Append tokens of a prompt, with their log-probabilities if requested; return the last logits."""
+        request = active.ticket.request
+        if not request.prompt_logprobs:
+            return self.engine.feed(active.sequence.number, chunk)
+        logits = self.engine.check(active.sequence.number, chunk)
+        following = [*chunk[1:], *active.prompt_rest[:1]]
+        pairs = zip(logits, following, strict=False)
+        active.logprobs += [token_logprob(row, token, request.logprobs or 0) for row, token in pairs]
+        last: FloatArray = logits[-1]
+        return last
 
     def _decode(self, decoding: Sequence[_ActiveRequest]) -> None:
         """Generate one token for each of these completions."""
@@ -494,11 +531,17 @@ class Generator:
         Returns:
             Whether the completion continues.
         """
+        constraint, request = active.constraint, active.ticket.request
         try:
-            token = active.sampler.sample(logits, active.sequence.tokens)
+            allowed = None if constraint is None else constraint.allowed(active.ends)
+            token = active.sampler.sample(logits, active.sequence.tokens, allowed)
+            if constraint is not None and token not in active.ends:
+                constraint.accept(token)
         except PrgeError as error:
             self._drop(active, error)
             return False
+        if request.logprobs is not None:
+            active.logprobs.append(token_logprob(logits, token, request.logprobs))
         if token in active.ends:
             active.end = token
             self._finish(active, "stop")
@@ -507,9 +550,9 @@ class Generator:
         if active.lookup is not None:
             active.lookup.push(token)
         self._send_text(active, active.stream.push(token))
-        if active.stream.stopped:
+        if active.stream.stopped or (constraint is not None and constraint.is_finished):
             self._finish(active, "stop")
-        elif len(active.tokens) >= active.ticket.request.settings.max_tokens:
+        elif len(active.tokens) >= request.settings.max_tokens:
             self._finish(active, "length")
         elif len(active.sequence.tokens) + 1 >= self.engine.context:
             self._finish(active, "context")
@@ -534,6 +577,7 @@ class Generator:
             active.steps,
             active.decode_seconds,
             active.drafted,
+            tuple(active.logprobs),
             active.end,
         )
         self._end(active.ticket, completion)

@@ -39,6 +39,8 @@ class Prompt:
     """Tokens that end the completion, besides the tokenizer's `stop_ids`."""
     stop: tuple[str, ...] = ()
     """Words that end the completion and aren't part of it."""
+    shown: frozenset[int] = frozenset()
+    """Special tokens whose names are part of the completion's text."""
 
 
 class Prompts:

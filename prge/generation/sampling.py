@@ -2,7 +2,7 @@
 
 The filters are those of transformers, in its order (`GenerationMixin._get_logits_processor`, version 5.23):
 
-    repetition penalty -> temperature -> top_k -> top_p -> min_p -> sample
+    constraint -> repetition penalty -> temperature -> top_k -> top_p -> min_p -> sample
 
 llama.cpp applies the temperature last; at temperature 1 both leave the same tokens. Among equal logits, the
 lowest token id comes first. Each sample uses one Philox number with the seed as key and the number of the
@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prge.cli.bounds import bound_problems, flag
-from prge.engine import Float64Array, FloatArray, IntArray
+from prge.engine import BoolArray, Float64Array, FloatArray, IntArray
 from prge.errors import ConfigError, EngineError, format_value
 from prge.training.estimators.directions import philox
 
@@ -74,17 +74,21 @@ class TokenSampler:
         self._seed = int.from_bytes(os.urandom(8), "little") if settings.seed is None else settings.seed
         self._samples = 0
 
-    def sample(self, logits: FloatArray, history: Sequence[int]) -> int:
+    def sample(self, logits: FloatArray, history: Sequence[int], allowed: BoolArray | None = None) -> int:
         """Return the id of the next token.
 
         Args:
             logits: logits of all tokens, f32 [vocabulary]; they aren't changed.
             history: the tokens so far, including the prompt; used only by the repetition penalty.
+            allowed: whether each token may be sampled, bool [at most vocabulary]; tokens after the end of
+                the array may not be. None: all tokens may be.
 
         Raises:
             EngineError: the largest logit is NaN or infinite.
         """
         settings = self._settings
+        if allowed is not None:
+            logits = _masked(logits, allowed)
         if settings.repetition_penalty != 1 and history:
             logits = _penalized(logits, history, settings.repetition_penalty)
         best = int(np.argmax(logits))
@@ -127,6 +131,14 @@ class TokenSampler:
             passed = weights >= min_p
             tokens, weights = tokens[passed], weights[passed]
         return tokens, weights
+
+
+def _masked(logits: FloatArray, allowed: BoolArray) -> FloatArray:
+    """Return a copy of the logits in which tokens that aren't allowed have -inf."""
+    masked = np.full_like(logits, -np.inf)
+    tokens = np.flatnonzero(allowed[: len(logits)])
+    masked[tokens] = logits[tokens]
+    return masked
 
 
 def _penalized(logits: FloatArray, history: Sequence[int], penalty: float) -> FloatArray:

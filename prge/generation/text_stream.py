@@ -10,7 +10,7 @@ The cost of a token doesn't grow with the length of the text.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from prge.data.tokenization.tokenizer import Tokenizer
 
@@ -24,14 +24,18 @@ _MAX_CONTEXT = 8
 class TextStream:
     """Decodes the tokens of one completion as they are generated, up to a stop word.
 
-    The concatenated texts equal the decoded tokens. Special tokens aren't shown.
+    The concatenated texts equal the decoded tokens. Special tokens aren't shown, except those in `shown`.
 
     Attributes:
         stopped: whether a stop word was found.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stop: Sequence[str] = (), before: Sequence[int] | None = ()
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        before: Sequence[int] | None = (),
+        shown: Collection[int] = (),
     ) -> None:
         """Start an empty text.
 
@@ -41,8 +45,10 @@ class TextStream:
             before: tokens that the text continues. If there are none, the text is decoded on its own: a
                 tokenizer such as SentencePiece's omits the space before the first word. None: with any
                 tokenizer, white space at the beginning of the text is removed.
+            shown: special tokens whose names are part of the text.
         """
         self._tokenizer = tokenizer
+        self._hidden = tokenizer.special_ids.difference(shown)
         self._stop = tuple(stop)
         self._context = self._last_whole(before or ())
         self._shown = self._decoded(self._context)
@@ -59,7 +65,7 @@ class TextStream:
 
     def push(self, token: int) -> str:
         """Add a token; return the new text that can be shown, which may be empty."""
-        if self.stopped or token in self._tokenizer.special_ids:
+        if self.stopped or token in self._hidden:
             return ""
         self._held.append(token)
         text = self._new_text()
@@ -92,7 +98,7 @@ class TextStream:
             # The stop word that is complete first, however the text is divided into tokens.
             self.stopped, end = True, min(matches)[1]
         else:
-            end = len(text) - max((_overlap(text, word) for word in self._stop), default=0)
+            end = len(text) - max((overlap(text, word) for word in self._stop), default=0)
         self._pending = "" if self.stopped else text[end:]
         return self._emitted(text[:end])
 
@@ -106,18 +112,17 @@ class TextStream:
 
     def _last_whole(self, tokens: Sequence[int]) -> list[int]:
         """Return the shortest suffix of tokens that decodes to whole characters; empty if it is too long."""
-        special = self._tokenizer.special_ids
-        last = [token for token in tokens[-4 * _MAX_CONTEXT :] if token not in special]
+        last = [token for token in tokens[-4 * _MAX_CONTEXT :] if token not in self._hidden]
         for count in range(1, min(len(last), _MAX_CONTEXT) + 1):
             if REPLACEMENT not in self._decoded(last[-count:]):
                 return last[-count:]
         return []
 
     def _decoded(self, tokens: Sequence[int]) -> str:
-        return self._tokenizer.decode(tokens, special=False)
+        return self._tokenizer.decode(tokens)
 
 
-def _overlap(text: str, word: str) -> int:
+def overlap(text: str, word: str) -> int:
     """Return the length of the longest beginning of a word that the text ends with."""
     longest = min(len(word) - 1, len(text))
     return next((size for size in range(longest, 0, -1) if text.endswith(word[:size])), 0)

@@ -19,6 +19,7 @@ Windows overlap and are joined where both have the same tokens, so the ids are t
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import secrets
 from array import array
@@ -57,6 +58,8 @@ LONGEST_WINDOW = 1 << 18
 LARGEST_ID = (1 << 31) - 1
 # A character that no vocabulary contains.
 _NO_CHARACTER = "\U0010ffff"
+# How the names of this module's own tokens begin.
+_ALIAS = "\ufdd0"
 
 Ids = NDArray[np.int32]
 # int32 [n, 3]: token id, and start and end of its characters.
@@ -349,6 +352,27 @@ class Tokenizer:
             before = after
         return texts
 
+    def token_text(self, identifier: int) -> str | None:
+        """Return the text of a token inside a text; None if it isn't whole characters."""
+        before = self.decode(self._whole_tokens)
+        text = self.decode([*self._whole_tokens, identifier])
+        added = text[len(before) :]
+        return added if added and text.startswith(before) and "\ufffd" not in added else None
+
+    @cached_property
+    def _whole_tokens(self) -> list[int]:
+        """Tokens of whole characters, after which other tokens are decoded as inside a text."""
+        return self.encode("a")
+
+    def to_json(self) -> str:
+        """Return the tokenizer in the library's format, with the tokens that it was loaded with."""
+        with _library_errors(_decoding_error):
+            content = json.loads(self._backend.to_str())
+        content["added_tokens"] = [
+            token for token in content["added_tokens"] if not token["content"].startswith(_ALIAS)
+        ]
+        return json.dumps(content)
+
     def control_id(self, text: str) -> int | None:
         """Return the id of a control token; None if the text is not a control token."""
         return self._control_ids.get(text)
@@ -367,7 +391,7 @@ class _Aliases:
 
     def __init__(self, backend: Backend, tokens: Sequence[AddedToken], ids: Mapping[str, int]) -> None:
         # Random, so that an untrusted text can't contain an alias.
-        self._mark = f"\ufdd0{secrets.randbits(64):020}"
+        self._mark = f"{_ALIAS}{secrets.randbits(64):020}"
         names = [self._mark + token.content for token in tokens]
         backend.add_tokens(
             [

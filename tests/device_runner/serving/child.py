@@ -1,4 +1,4 @@
-"""A server with a small numpy model in a process: `child.py SECONDS_A_STEP QUEUE KEY FILE SYSTEM`."""
+"""A server with a small numpy model in a process: `child.py SECONDS_A_STEP QUEUE KEY FILE SYSTEM SCRIPT`."""
 
 from __future__ import annotations
 
@@ -31,8 +31,10 @@ from tests.prge.data.tiny_tokenizers import byte_level_backend
 
 CONTEXT = 2048
 TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n"
+    "{% endif %}{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
+    "{% for call in message.tool_calls %}<tool_call>\n{{ call.function | tojson }}\n</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     "{% if messages[0].content == 'loop' %}{% for a in range(90000) %}{% for b in range(90000) %}"
     "{% endfor %}{% endfor %}{% endif %}"
 )
@@ -60,6 +62,25 @@ class SlowGenerationEngine(NumpyGenerationEngine):
         return super().step(tokens)
 
 
+class ScriptedGenerationEngine(SlowGenerationEngine):
+    """A generation engine whose completions are a given text; its next tokens are the most likely ones."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(0)
+        self._tokens = [*make_tokenizer().encode(text, control=True), 2]
+        self._prompt_length: dict[int, int] = {}
+
+    def feed(self, sequence: int, tokens: Sequence[int]) -> FloatArray:
+        self._prompt_length[sequence] = self.length(sequence) + len(tokens)
+        return super().feed(sequence, tokens)
+
+    def _fed(self, sequence: int, tokens: Sequence[int]) -> FloatArray:
+        logits = super()._fed(sequence, tokens)
+        number = self.length(sequence) - self._prompt_length[sequence]
+        logits[self._tokens[min(number, len(self._tokens) - 1)]] = 100
+        return logits
+
+
 def make_tokenizer() -> Tokenizer:
     return Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, prepend_bos=True, chat_template=TEMPLATE)
 
@@ -76,7 +97,9 @@ if __name__ == "__main__":
     chat.SECONDS = 0.5  # timeout of a template
     seconds, queue, key = float(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     models = Models(adapters(), make_tokenizer())
-    generator = Generator(SlowGenerationEngine(seconds), make_tokenizer())
+    script = sys.argv[6]
+    engine = ScriptedGenerationEngine(script) if script else SlowGenerationEngine(seconds)
+    generator = Generator(engine, make_tokenizer())
     examples = make_examples()
     with listening("127.0.0.1", 0) as listener, Worker(generator, queue) as worker:
         storage = ThreadPoolExecutor(1)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prge.data.tokenization.tokenizer import Tokenizer
+from prge.engine import BoolArray
 from prge.errors import ConfigError, DataError, EngineError
 from prge.formats.adapter import Adapter
 from prge.generation.loop import (
     MAX_PREFILL_TOKENS,
+    MAX_SCORED_TOKENS,
     Completion,
     GenerationSettings,
     Generator,
@@ -513,3 +516,118 @@ def test_an_engine_error_at_a_draft_ends_the_completion() -> None:
     with raises(EngineError, "token-refused"):
         ticket.wait(0)
     assert engine.open_count == 0
+
+
+class Spelled:
+    """A constraint to one of the given lists of tokens, after which the completion may end."""
+
+    def __init__(self, *allowed: list[int], failing: int | None = None) -> None:
+        self._allowed = allowed
+        self._failing = failing
+        self._tokens: list[int] = []
+
+    def _rests(self) -> list[list[int]]:
+        size = len(self._tokens)
+        return [tokens[size:] for tokens in self._allowed if tokens[:size] == self._tokens]
+
+    def allowed(self, ends: Collection[int]) -> BoolArray:
+        if len(self._tokens) == self._failing:
+            raise EngineError("no token is allowed", code="grammar-without-token")
+        mask = np.zeros(TOKENIZER.vocabulary_size, bool)
+        for rest in self._rests():
+            mask[rest[:1] or list(ends)] = True
+        return mask
+
+    def accept(self, token: int) -> None:
+        self._tokens.append(token)
+        assert self._rests()
+
+    @property
+    def is_finished(self) -> bool:
+        return self._rests() == [[]]
+
+
+def test_a_constrained_completion_ends_where_nothing_may_follow() -> None:
+    spelled = [[40, 41, 42], [40, 41, 42, 43, 44], [50, 51]]
+    request = replace(make_request(), constraint=lambda: Spelled(*spelled))
+    generator = Generator(NumpyGenerationEngine(), TOKENIZER)
+    answers = generator.generate([request, request, make_request()])
+    assert {list(answer.tokens) in spelled for answer in answers[:2]} == {True}
+    assert [answer.reason for answer in answers] == ["stop", "stop", "length"]
+    assert list(answers[2].tokens) == alone(make_request())
+    # The end token is allowed only where the completion may end.
+    short = replace(make_request(), constraint=lambda: Spelled([40, 41], [40, 41, 42, 43, 44]))
+    seeds = [replace(short, settings=GenerationSettings(9, sampling=SamplingSettings(9.0, min_p=0, seed=n)))
+             for n in range(20)]  # fmt: skip
+    results = {answer.tokens for answer in generator.generate(seeds)}
+    assert results == {(40, 41), (40, 41, 42, 43, 44)}
+
+
+def test_a_constraint_applies_before_filters_and_to_drafts() -> None:
+    spelled = [40, 41, 42] * 8
+    for choice in (SamplingSettings(), SamplingSettings(1.0, top_k=1), SamplingSettings(1.0, top_p=0.1)):
+        request = make_request([40, 41, 42] * 4, max_tokens=30, sampling=choice, draft="lookup")
+        request = replace(request, constraint=lambda: Spelled(spelled))
+        (answer,) = Generator(NumpyGenerationEngine(), TOKENIZER).generate([request])
+        assert list(answer.tokens) == spelled and answer.reason == "stop" and answer.drafted > 5
+
+
+def test_max_tokens_and_stop_words_end_a_constrained_completion() -> None:
+    words = TOKENIZER.encode(" the film was bad")
+    request = replace(make_request(max_tokens=2), constraint=lambda: Spelled(words))
+    stopped = make_request(stop=(" was",))
+    stopped = replace(stopped, constraint=lambda: Spelled(words))
+    answers = Generator(NumpyGenerationEngine(), TOKENIZER).generate([request, stopped])
+    assert [answer.reason for answer in answers] == ["length", "stop"]
+    assert list(answers[0].tokens) == words[:2] and answers[1].text == " the film"
+
+
+def test_a_constraint_that_fails_ends_only_its_request() -> None:
+    failing = replace(make_request(), constraint=lambda: Spelled([40] * 9, failing=3))
+    generator = Generator(engine := NumpyGenerationEngine(), TOKENIZER)
+    tickets = [generator.submit(failing), generator.submit(make_request())]
+    finished(generator)
+    with raises(EngineError, "grammar-without-token"):
+        tickets[0].wait(0)
+    assert list(tickets[1].wait(0).tokens) == alone(make_request())
+    assert engine.open_count == 1
+
+
+def logprobs_of(tokens: Sequence[int]) -> list[Any]:
+    """Return the log-probabilities after each token, f64 [vocabulary], by definition."""
+    engine = NumpyGenerationEngine(context=4096)
+    sequence = engine.open(PLAIN)
+    logits = [engine.feed(sequence, [token]).astype(np.float64) for token in tokens]
+    return [each - np.log(np.exp(each - each.max()).sum()) - each.max() for each in logits]
+
+
+@pytest.mark.parametrize("ends", [frozenset[int](), frozenset(range(420))])
+def test_logprobs_are_the_model_s_for_every_token_and_the_one_that_ends(ends: frozenset[int]) -> None:
+    choice = SamplingSettings(1.0, seed=3, repetition_penalty=2.0)
+    request = make_request(ends=ends, sampling=choice)
+    (answer,) = Generator(NumpyGenerationEngine(), TOKENIZER).generate([replace(request, logprobs=2)])
+    assert len(answer.logprobs) == (1 if ends else 12)
+    if not ends:
+        assert [each.token for each in answer.logprobs] == list(answer.tokens)
+    expected = logprobs_of([*request.prompt.tokens, *answer.tokens])[2:]
+    for each, row in zip(answer.logprobs, expected, strict=False):
+        assert each.logprob == pytest.approx(row[each.token], abs=1e-5)
+        assert [token for token, _ in each.top] == np.argsort(-row)[:2].tolist()
+        assert [value for _, value in each.top] == pytest.approx(np.sort(row)[::-1][:2].tolist(), abs=1e-5)
+    (plain,) = Generator(NumpyGenerationEngine(), TOKENIZER).generate([request])
+    assert plain.logprobs == () and plain.tokens == answer.tokens
+
+
+@pytest.mark.parametrize("length", [1, 2, 30, 2 * MAX_SCORED_TOKENS + 1])
+def test_logprobs_of_a_prompt_are_computed_whatever_is_cached(length: int) -> None:
+    prompt = [1 + number % 11 for number in range(length)]
+    generator = Generator(NumpyGenerationEngine(context=200), TOKENIZER)
+    request = make_request(prompt, max_tokens=2)
+    (plain,) = generator.generate([request])
+    (answer,) = generator.generate([replace(request, logprobs=0, prompt_logprobs=True)])
+    assert answer.tokens == plain.tokens and answer.fed_tokens == length
+    tokens = [*prompt, *answer.tokens]
+    assert [each.token for each in answer.logprobs] == tokens[1:]
+    rows = logprobs_of(tokens[:-1])
+    values = [row[token] for row, token in zip(rows, tokens[1:], strict=True)]
+    assert [each.logprob for each in answer.logprobs] == pytest.approx(values, abs=1e-5)

@@ -1,0 +1,206 @@
+"""Constrained decoding with llguidance: any model writes JSON of the schema, or text of the grammar."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from device_runner.session.grammars import MAX_GRAMMAR, MAX_ITEMS, MAX_SCHEMA, Grammars
+from prge.data.tokenization.tokenizer import Tokenizer
+from prge.errors import BundleError, DataError
+from prge.generation.constraints import BeginConstraint
+from prge.generation.loop import Completion, GenerationSettings, Generator, Request
+from prge.generation.prompts import Prompt
+from prge.generation.sampling import SamplingSettings
+from tests.numpy_generation_engine import NumpyGenerationEngine, make_adapter
+from tests.prge.data.tiny_tokenizers import byte_fallback_backend, byte_level_backend, prefixed_backend
+from tests.refusals import raises
+
+TOKENIZER = Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, prepend_bos=True)
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"enum": ["Rome", "Paris"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 14},
+        "units": {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3},
+        "note": {"type": "string", "maxLength": 5},
+    },
+    "required": ["city", "days", "units", "note"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(autouse=True)
+def llguidance() -> Any:
+    return pytest.importorskip("llguidance", reason="the package llguidance is not installed")
+
+
+def completions(
+    constraint: BeginConstraint, tokenizer: Tokenizer = TOKENIZER, count: int = 4, **given: Any
+) -> Sequence[Completion]:
+    """Return completions of a model with random weights."""
+    engine = NumpyGenerationEngine(420, context=400, slots=4)
+    samplings = [SamplingSettings(2.0, min_p=0, seed=seed) for seed in range(count)]
+    requests = [
+        Request(
+            Prompt((1, 5, 6), continues=False),
+            make_adapter(),
+            GenerationSettings(**{"max_tokens": 200, "sampling": sampling, **given}),
+            constraint=constraint,
+        )
+        for sampling in samplings
+    ]
+    return Generator(engine, tokenizer).generate(requests)
+
+
+@pytest.mark.parametrize("make_backend", [byte_level_backend, byte_fallback_backend])
+def test_every_model_writes_json_of_the_schema(make_backend: Callable[[], Any]) -> None:
+    tokenizer = Tokenizer(make_backend(), bos_id=1, eos_id=2)
+    # The tokens that the tokenizer adds for its own use are not the library's.
+    tokenizer.encode("a</s>", control=[1])
+    texts = set()
+    for answer in completions(Grammars(tokenizer).json([("", WEATHER, "")]), tokenizer):
+        assert answer.reason == "stop"
+        value = json.loads(answer.text)
+        assert list(value) == WEATHER["required"]
+        assert value["city"] in ("Rome", "Paris") and 1 <= value["days"] <= 14
+        assert 1 <= len(value["units"]) <= 3 and {True, False}.issuperset(value["units"])
+        assert len(value["note"]) <= 5
+        texts.add(answer.text)
+    assert len(texts) > 1
+
+
+def test_json_has_the_layout_of_chat_templates() -> None:
+    for answer in completions(Grammars(TOKENIZER).json([("", WEATHER, "")])):
+        value = json.loads(answer.text)
+        assert answer.text.isascii() is False or answer.text == json.dumps({**value}) or value["note"]
+        assert answer.text.startswith('{"city": "') and ', "days": ' in answer.text
+
+
+def test_several_schemas_with_text_around_them() -> None:
+    alternatives = [("a=", {"type": "boolean"}, ";"), ("b=", {"const": 'x"y'}, "\n")]
+    texts = {answer.text for answer in completions(Grammars(TOKENIZER).json(alternatives), count=12)}
+    assert texts <= {"a=true;", "a=false;", 'b="x\\"y"\n'} and len(texts) > 1
+
+
+def test_references_are_resolved_in_their_own_schema() -> None:
+    schema = {"$defs": {"yes": {"const": True}}, "properties": {"a": {"$ref": "#/$defs/yes"}}}
+    schema |= {"type": "object", "required": ["a"], "additionalProperties": False}
+    (answer,) = completions(Grammars(TOKENIZER).json([("f: ", schema, "")]), count=1)
+    assert answer.text == 'f: {"a": true}'
+
+
+@pytest.mark.parametrize(
+    "grammar", ['start: "yes" | "no" " "? /[0-9]{2}/', 'root ::= "yes" | "no" " "? [0-9] [0-9]\n']
+)
+def test_grammars_of_lark_and_of_llama_cpp(grammar: str) -> None:
+    for answer in completions(Grammars(TOKENIZER).grammar(grammar), count=8):
+        assert answer.text == "yes" or answer.text.removeprefix("no").strip().isdecimal()
+
+
+def test_a_grammar_that_may_end_early_ends_with_an_end_token() -> None:
+    answers = completions(Grammars(TOKENIZER).grammar('start: "a" /b*/'), count=8)
+    assert {answer.text.rstrip("b") for answer in answers} == {"a"}
+    assert {answer.reason for answer in answers} == {"stop"} and len({answer.text for answer in answers}) > 1
+
+
+def test_max_tokens_cuts_json() -> None:
+    (answer,) = completions(Grammars(TOKENIZER).json([("", WEATHER, "")]), count=1, max_tokens=3)
+    assert answer.reason == "length" and len(answer.tokens) == 3
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        None,
+        "object",
+        [],
+        True,
+        {"type": "thing"},
+        {"type": 3},
+        {"properties": []},
+        {"$ref": "https://example.com/schema"},
+        {"$ref": "#/nowhere"},
+        {"enum": []},
+        {"type": "string", "pattern": "("},
+        {"type": "string", "pattern": "(?=a)b"},
+        {"type": "integer", "minimum": 3, "maximum": 2},
+        {"enum": ["x" * MAX_SCHEMA]},
+        {"$ref": "#"},
+        {"type": "array", "maxItems": MAX_ITEMS + 1},
+        {"prefixItems": [{"type": "array", "minItems": 1000.0}] * 11},
+    ],
+)
+def test_what_is_no_schema_is_refused(schema: object) -> None:
+    with raises(DataError, "grammar-refused"):
+        Grammars(TOKENIZER).json([("", schema, "")])
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        "",
+        " ",
+        "start: a",
+        "start: (",
+        "root ::= a",
+        "{",
+        "[" * 5000,
+        'start: a\na: %json {"minItems": 9}',
+        "x" * (MAX_GRAMMAR + 1),
+    ],
+)
+def test_what_is_no_grammar_is_refused(grammar: str) -> None:
+    with raises(DataError, "grammar-refused"):
+        Grammars(TOKENIZER).grammar(grammar)
+
+
+def nested(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(levels):
+        schema = {"anyOf": [schema, {"type": "object", "properties": {"a": schema}}]}
+    return schema
+
+
+HOSTILE: dict[str, Any] = {
+    "long string": {"type": "string", "minLength": 10**6, "maxLength": 10**9},
+    "long list": {"type": "array", "minItems": 10**9, "items": {"type": "integer"}},
+    "pattern": {"type": "string", "pattern": "((a{1,100}){1,100}){1,100}b"},
+    "alternatives": {"type": "string", "pattern": "(" + "|".join(f"x{n}.*y{n}" for n in range(2000)) + ")"},
+    "ambiguous": {"type": "string", "pattern": "(.*a.{20}|.*b.{20})" * 20},
+    "nested": nested(10),
+    "multiple": {"type": "integer", "multipleOf": 99991, "minimum": 1, "maximum": 10**15},
+    "properties": {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(1500)}},
+    "enum": {"enum": [f"v{n}" for n in range(5000)]},
+    "most items": {"type": "array", "maxItems": MAX_ITEMS, "items": {"type": "integer"}},
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_schema_takes_bounded_time(name: str) -> None:
+    start = time.monotonic()
+    try:
+        completions(Grammars(TOKENIZER).json([("", HOSTILE[name], "")]), count=1, max_tokens=20)
+    except Exception as error:
+        assert getattr(error, "code", "") in ("grammar-refused", "grammar-without-token"), error
+    assert time.monotonic() - start < 10
+
+
+def test_a_tokenizer_without_bytes_is_refused() -> None:
+    with raises(BundleError, "tokenizer-unsupported"):
+        Grammars(Tokenizer(prefixed_backend(), bos_id=1, eos_id=2)).json([("", WEATHER, "")])
+
+
+def test_without_the_package_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    for request in (
+        lambda: Grammars(TOKENIZER).json([("", WEATHER, "")]),
+        lambda: Grammars(TOKENIZER).grammar('start: "a"'),
+    ):
+        with raises(DataError, "package-missing", containing="llguidance"):
+            request()
