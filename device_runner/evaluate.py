@@ -5,12 +5,19 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from device_runner.engines.opening import open_engine
 from device_runner.session.generation import print_note
-from device_runner.session.memory import generation_budget, shape_of_scores, step_budget, watched_memory
+from device_runner.session.memory import (
+    generation_budget,
+    rollout_budget,
+    shape_of_scores,
+    step_budget,
+    watched_memory,
+)
 from device_runner.session.settings import EvaluateSettings
 from prge.cli.settings import parse_settings
 from prge.data.example_building import load_examples
@@ -27,14 +34,18 @@ from prge.formats.run_folder import write_json
 from prge.formats.tune_folder import find_tuning
 from prge.generation.loop import Completion, GenerationSettings, Generator, Request
 from prge.generation.loop import Overflow as PromptOverflow
-from prge.generation.prompts import Prompt
+from prge.generation.prompts import Prompt, Prompts
 from prge.objectives.classification_head import Head
 from prge.objectives.examples import Example, sequences_of
 from prge.objectives.preferences import Preference, make_objective
 from prge.objectives.scoring import Scores, with_reference_scores
+from prge.rewards.opening import check_roles, open_reward
+from prge.rewards.prompt_examples import prompt_examples, rollout_context
+from prge.rewards.rollouts import Rollouts
 from prge.system.atomic import write_output
 from prge.system.progress import Progress
 from prge.training.checkpoint_heads import describe_unused_head, load_head, with_bundle_label_order
+from prge.training.estimators.rollouts import ROLLOUT_SLOTS
 from prge.training.evaluation import evaluate, text_metrics
 
 # Answers that are generated at once.
@@ -56,11 +67,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(settings: EvaluateSettings) -> dict[str, Any]:
-    """Score the rows; return `examples`, `loss` and the metric by its name.
+    """Score the rows; return `examples`, `loss` and the metric by its name; no `loss` with a reward.
 
     Raises:
         PrgeError: bad input.
     """
+    if settings.reward is not None:
+        return _reward_of_completions(settings, settings.reward)
     task = load_task(settings.task) if settings.task else None
     generate = task.generate if task is not None else None
     if generate and settings.overflow == "split":
@@ -136,6 +149,30 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
     if settings.predictions:
         _write_predictions(settings.predictions, examples, scored, answers)
     return record
+
+
+def _reward_of_completions(settings: EvaluateSettings, word: str) -> dict[str, Any]:
+    """Return the mean reward of the most likely completions, the share of solved prompts, and tokens."""
+    bundle, max_length = open_bundle(settings.bundle), settings.max_completion_length
+    check_roles(bundle.chain.roles)
+    chain, tokenizer = bundle.chain, load_bundle_tokenizer(bundle)
+    prompts = Prompts(tokenizer, settings.with_date().date, control_tokens=settings.control_tokens)
+    source = read_source(settings.data, "test", settings.columns)
+    examples, notes = prompt_examples(
+        source, settings.selection, prompts, context=chain.bounds.context, max_length=max_length
+    )
+    print("\n".join(notes))
+    trained = settings.adapter or (settings.bundle if find_tuning(settings.bundle) else bundle.adapter)
+    adapter = read_compatible_adapter(find_adapter(trained), chain.model.modules, bundle.adapter)
+    context, limit = rollout_context(examples, max_length), settings.memory
+    process = "scoring these rows"
+    budget = rollout_budget(bundle, limit, settings.engine, context=context, process=process)
+    loaded = None if budget is None else budget.loaded
+    opened = open_engine(bundle, threads=settings.threads, engine=settings.engine, loaded=loaded)
+    generator = Generator(opened.generation_engine(ROLLOUT_SLOTS, context), tokenizer)
+    with closing(open_reward(word)) as reward:
+        record = Rollouts(generator, reward, adapter.values, max_length).evaluate(adapter, examples)
+    return {name: value for name, value in record.items() if name not in ("loss", "value")}
 
 
 class _ScoringProgress:

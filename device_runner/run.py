@@ -14,7 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -28,7 +28,12 @@ from device_runner.session.inputs import (
     RunInputs,
     read_inputs,
 )
-from device_runner.session.memory import describe_memory_use, shape_of_scores, step_budget
+from device_runner.session.memory import (
+    describe_memory_use,
+    rollout_budget,
+    shape_of_scores,
+    step_budget,
+)
 from device_runner.session.pauses import Pauses
 from device_runner.session.plan import RunPlan, plan_run, resolve_settings
 from device_runner.session.reference import load_or_compute_references
@@ -38,7 +43,7 @@ from device_runner.session.sensors import Sensors
 from device_runner.session.settings import RunSettings, date_of_run
 from prge.cli.settings import parse_settings, settings_to_yaml
 from prge.errors import ConfigError, RunError, format_value
-from prge.formats.bundle import open_bundle
+from prge.formats.bundle import Bundle, open_bundle
 from prge.formats.journal import Journal, Record
 from prge.formats.run_folder import (
     FINAL,
@@ -52,20 +57,19 @@ from prge.generation.loop import Generator
 from prge.objectives.examples import token_count
 from prge.objectives.preferences import Preference
 from prge.rewards.opening import open_reward
+from prge.rewards.prompt_examples import rollout_context
 from prge.rewards.rollouts import Rollouts
 from prge.system.memory import PeakMemory
 from prge.system.terminal import best_effort
 from prge.training.checkpoint import TrainingState
 from prge.training.costs import Budget
+from prge.training.estimators.rollouts import ROLLOUT_SLOTS
 from prge.training.estimators.table import ESTIMATORS
 from prge.training.evaluation import displacement_warning
 from prge.training.monitor import RunMonitor, describe_changes, graceful_stop
 from prge.training.sampler import Sampler
 from prge.training.session import Session, SessionData, open_session
 from prge.training.store import RunStore, settings_records
-
-# Completions that are generated at once.
-ROLLOUT_SLOTS = 16
 
 
 def main(argv: Sequence[str]) -> int:
@@ -92,8 +96,7 @@ def run(settings: RunSettings) -> Path:
         read = read_inputs if settings.reward is None else read_reward_inputs
         inputs = read(bundle, settings)
         plan = plan_run(bundle, inputs.train, settings, inputs.objective)
-        shapes = [plan.shape, shape_of_scores(bundle, [*inputs.train, *inputs.dev])]
-        budget = step_budget(bundle, shapes, settings.memory, settings.engine)
+        budget = _budget(bundle, plan, inputs)
         before = PeakMemory().peak
         with Journal(settings.out / JOURNAL) as journal:
             run = _open(plan, inputs, journal, budget)
@@ -198,6 +201,19 @@ def _open(plan: RunPlan, inputs: RunInputs, journal: Journal, budget: Budget | N
     return _OpenRun(plan, inputs, opened, store, Sensors().record(), budget)
 
 
+def _budget(bundle: Bundle, plan: RunPlan, inputs: RunInputs) -> Budget | None:
+    """Return what `--memory` leaves for the run; raises ConfigError if it is too little."""
+    settings, shape, examples = plan.settings, plan.shape, [*inputs.train, *inputs.dev]
+    limit, engine = settings.memory, settings.engine
+    if settings.reward is None:
+        return step_budget(bundle, [shape, shape_of_scores(bundle, examples)], limit, engine)
+    context = rollout_context(examples, settings.max_completion_length)
+    if settings.objective == "es":
+        return rollout_budget(bundle, limit, engine, context=context, adapters=shape.copies)
+    scores = replace(shape, role=FORWARD, copies=1, queries=0)
+    return rollout_budget(bundle, limit, engine, context=context, steps=[shape, scores])
+
+
 @contextmanager
 def _rollouts(run: _OpenRun) -> Iterator[Rollouts | None]:
     """Open the source of completions of a run that learns from a reward."""
@@ -205,19 +221,17 @@ def _rollouts(run: _OpenRun) -> Iterator[Rollouts | None]:
     if settings.reward is None:
         yield None
         return
-    generator = Generator(run.opened.generation_engine(ROLLOUT_SLOTS), inputs.tokenizer)
-    reward = open_reward(settings.reward)
-    try:
+    context = rollout_context([*inputs.train, *inputs.dev], settings.max_completion_length)
+    engine = run.opened.generation_engine(ROLLOUT_SLOTS, context)
+    with closing(open_reward(settings.reward)) as reward:
         yield Rollouts(
-            generator,
+            Generator(engine, inputs.tokenizer),
             reward,
             inputs.adapter.values.copy(),
-            run.store.journal,
             settings.max_completion_length,
             settings.temperature,
+            run.store.journal,
         )
-    finally:
-        reward.close()
 
 
 def _data(run: _OpenRun, monitor: RunMonitor, rollouts: Rollouts | None) -> SessionData:

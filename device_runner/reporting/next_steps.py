@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-TEST_ROWS, PROMPT, BUNDLE, TASK = "TEST_ROWS", "PROMPT", "BUNDLE", "TASK"
+from prge.cli.inputs import split_reward
+
+TEST_ROWS, PROMPT, BUNDLE, TASK, REWARD = "TEST_ROWS", "PROMPT", "BUNDLE", "TASK", "REWARD"
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ def next_steps(run: Path, settings: Mapping[str, Any], finished: bool, writes: b
         return [NextStep("resume it", _command("run", "--resume", run))]
     on = ["--bundle", _path_or_placeholder(settings.get("bundle"), BUNDLE)]
     task = ["--task", _path_or_placeholder(settings["task"], TASK)] if settings.get("task") else []
+    if reward := settings.get("reward"):
+        task = ["--reward", _path_or_placeholder(reward, REWARD)]
     steps = [
         NextStep(
             "score it on rows that it was not trained on",
@@ -52,7 +56,7 @@ def next_steps(run: Path, settings: Mapping[str, Any], finished: bool, writes: b
 def _path_or_placeholder(value: object, placeholder: str) -> str:
     """Return a name or path of the run, or a placeholder for a path that this machine doesn't have."""
     text = str(value or placeholder)
-    return text if "/" not in text or Path(text).exists() else placeholder
+    return text if "/" not in text or split_reward(text)[0].exists() else placeholder
 
 
 def _command(*words: object) -> str:

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ from prge.formats.peft import find_adapter, find_run, read_compatible_adapter, r
 from prge.formats.run_folder import CHECKPOINTS, CONFIG, FINAL
 from prge.formats.stored_settings import check_links
 from prge.formats.tune_folder import find_tuning
+from prge.training.estimators.rewards import RewardFlags
 
 # Maximum number of rows of refused rounds that the next round learns again.
 _MAX_OPEN = 256
@@ -405,15 +406,14 @@ def plan_rounds(
         read_compatible_adapter(find_adapter(source), bundle.chain.modules, bundle.adapter)
         run = find_run(find_adapter(source))
     tuning = None if source is None or flags.kept is not None else find_tuning(source)
-    settings = _settings(flags, engine, bundle, run, has_rows=tuning is not None)
-    if tuning is not None:
+    settings, has_retained = _settings(flags, engine, bundle, run, has_rows=tuning is not None)
+    if tuning is not None and has_retained:
         check_links(tuning.rows)
         dev = tuning.rows / "dev.jsonl"
         settings = replace(settings, train=tuning.rows / "train.jsonl", dev=dev if dev.is_file() else None)
     settings = resolve_settings(
         replace(settings, date=read_date(flags.learn) or settings.date), bundle
     ).with_date()
-    has_retained = flags.kept is not None or run is not None
     replayed = read_retained_examples(settings, tokenizer, bundle).replayed if has_retained else []
     plan = plan_run(bundle, replayed, replace(settings, epochs=None))
     return replace(plan, settings=replace(settings, batch_size=plan.settings.batch_size)), has_retained
@@ -421,8 +421,10 @@ def plan_rounds(
 
 def _settings(
     flags: LearnFlags, engine: EngineFlags, bundle: Bundle, run: Path | None, has_rows: bool
-) -> RunSettings:
+) -> tuple[RunSettings, bool]:
     """Return the settings of rounds: those of the previous run, or the defaults of `prge run`.
+
+    Also returns whether they name rows that must not be forgotten.
 
     Args:
         flags: the flags of learning.
@@ -440,9 +442,14 @@ def _settings(
         unread |= set() if flags.kept is None else {"train", "dev", "task"}
         remedy = "Give the rows that must not be forgotten with --kept."
         settings = read_stored(RunSettings, run / CONFIG, "prge run", unread, remedy)
+    # The prompts of a reward have no answers to retain.
+    has_retained = flags.kept is not None or (run is not None and settings.reward is None)
+    if settings.reward is not None:
+        own: dict[str, Any] = {each.name: each.default for each in fields(RewardFlags)}
+        settings = replace(settings, reward=None, objective="auto", beta=None, train=train, dev=None, **own)
     if flags.kept is not None:
         settings = replace(settings, train=flags.kept, dev=None, task=None, columns=[])
-    return replace(
+    settings = replace(
         settings,
         bundle=bundle.folder,
         learning_rate=flags.learning_rate or settings.learning_rate,
@@ -465,3 +472,4 @@ def _settings(
         sample_rows=0,
         heads_of=None,
     )
+    return settings, has_retained

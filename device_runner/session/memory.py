@@ -28,8 +28,13 @@ from prge.training.costs import (
     format_megabytes,
     step_shape,
 )
+from prge.training.estimators.rollouts import ROLLOUT_SLOTS
 
 _STEP_REMEDY = "Give more, or take a smaller --batch-size, shorter rows, or a bundle with a smaller adapter."
+_ROLLOUT_REMEDY = (
+    "Give more, or take a smaller --max-completion-length or --batch-size, shorter prompts, or a bundle with "
+    "a smaller adapter."
+)
 _CONTEXT_REMEDY = "Give more, or take a smaller --context."
 # Shortest useful context in tokens.
 _MIN_TOKENS, _STEP = 64, 64
@@ -135,6 +140,55 @@ def generation_budget(
     context = min(context, most)
     process = "this process" if steps is None else "a server that learns"
     return context, fit_budget(limit, needed(context), weights, process, _CONTEXT_REMEDY)
+
+
+def rollout_budget(
+    bundle: Bundle,
+    limit: int | None,
+    engine: EngineName = "auto",
+    *,
+    context: int,
+    adapters: int = 1,
+    steps: Sequence[StepShape] = (),
+    process: str = "this run",
+) -> Budget | None:
+    """Return what `--memory` leaves for a process whose completions a reward scores; None without a bound.
+
+    Args:
+        bundle: bundle with the roles `prefill` and `decode`.
+        limit: bytes that the process may take.
+        engine: the requested engine.
+        context: largest number of tokens of a prompt and its completion.
+        adapters: number of adapters that write completions of the same prompts.
+        steps: shapes of what the process computes with the completions.
+        process: name of the process in messages.
+
+    Raises:
+        PrgeError: as in `step_budget`.
+    """
+    if limit is None:
+        return None
+    outline, weights = bundle_costs(bundle)
+    chain, name = bundle.chain, choose_backend(engine).name
+    slots = min(ROLLOUT_SLOTS, chain.bounds.sequences)
+
+    def memory(shape: StepShape | None) -> Callable[[int], int]:
+        def predicted(loaded: int) -> RunMemory:
+            texts = estimate_generation_memory(
+                outline, chain.vocabulary_size, weights, name, slots, context, loaded, adapters=adapters
+            )
+            if shape is None:
+                return texts
+            return texts.with_work_in_turn(
+                estimate_run_memory(outline, shape, weights, chain.roles, name, loaded)
+            )
+
+        return _with_held_memory(name, predicted)
+
+    needed = [memory(shape) for shape in steps or (None,)]
+    return fit_budget(
+        limit, lambda loaded: max(each(loaded) for each in needed), weights, process, _ROLLOUT_REMEDY
+    )
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from prge.model_spec import matrices
 from prge.objectives.examples import Example
 from prge.objectives.objective import CROSS_ENTROPY, Objective
 from prge.objectives.policy_gradient import completion_example
+from prge.rewards.opening import check_roles
 from prge.training.costs import StepShape, step_shape
 from prge.training.estimators.exact import check_single_sequences
 from prge.training.estimators.table import (
@@ -170,12 +171,7 @@ def _resolve_reward(
     settings: RunSettings, estimator: EstimatorName, roles: Collection[str]
 ) -> tuple[RunSettings, EstimatorName]:
     """Resolve the objective of a run with a reward; raises ConfigError if it doesn't fit the estimator."""
-    if not {PREFILL, DECODE} <= {*roles}:
-        raise _settings_error(
-            "role-missing",
-            f"--reward is set, but the bundle has only the roles {', '.join(roles)}",
-            "export with the roles prefill and decode, which generate text",
-        )
+    check_roles(roles)
     compares_copies = ESTIMATORS[estimator].role == FORWARD
     objective = settings.objective
     if objective == "auto":

@@ -7,7 +7,6 @@ from device_runner.session.settings import RunSettings
 from prge.data.readers.files import Selection
 from prge.data.sources import read_source
 from prge.data.tokenization.tokenizer import load_bundle_tokenizer
-from prge.errors import ConfigError
 from prge.formats.bundle import Bundle
 from prge.formats.journal import Record
 from prge.formats.peft import find_adapter, read_compatible_adapter
@@ -27,13 +26,6 @@ def read_reward_inputs(bundle: Bundle, settings: RunSettings) -> RunInputs:
         PrgeError: the prompts, the reward or the adapter can't be used.
     """
     assert settings.reward is not None
-    if settings.task is not None:
-        raise ConfigError(
-            "These settings can't be used:",
-            [f"--task is {settings.task}, but --reward learns from completions of prompts"],
-            remedy="Leave --task out; a reward reads all columns of a row.",
-            code="task-with-reward",
-        )
     tokenizer, chain = load_bundle_tokenizer(bundle), bundle.chain
     prompts = Prompts(tokenizer, settings.date, control_tokens=settings.control_tokens)
     make_objective(settings.objective, settings)

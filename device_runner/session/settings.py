@@ -19,7 +19,7 @@ from prge.formats.peft import find_adapter, find_run
 from prge.formats.run_folder import CONFIG
 from prge.formats.tune_folder import find_tuning
 from prge.objectives.preferences import ObjectiveFlags
-from prge.training.estimators.rewards import REWARD_OBJECTIVES, RewardFlags
+from prge.training.estimators.rewards import RewardFlags, reward_problems
 from prge.training.estimators.table import (
     EstimatorFlags,
     estimators_with_setting,
@@ -144,7 +144,7 @@ class RunSettings(EngineFlags, RunFlags, TrainingFlags, WaitFlags):
             # A resumed run reports every setting that it wasn't started with.
             problems += self._without_meaning()
         problems += when_problems(self.when)
-        problems += self._reward_problems()
+        problems += reward_problems(self, self.reward, self.objective, self.task)
         if self.sample_prompts and self.sample_rows:
             problems.append("--sample-prompts and --sample-rows are both set: set only one of them")
         if self.max_example_grad_norm and self.loss_normalisation == "token":
@@ -163,23 +163,6 @@ class RunSettings(EngineFlags, RunFlags, TrainingFlags, WaitFlags):
                 remedy="See `prge run --help`.",
                 code="settings-unusable",
             )
-
-    def _reward_problems(self) -> list[str]:
-        """Return problems of settings of learning from a reward."""
-        if self.reward is None:
-            problems = [
-                f"{flag(each.name)} is for --reward, which isn't given"
-                for each in fields(RewardFlags)
-                if getattr(self, each.name) != each.default
-            ]
-            if self.objective in REWARD_OBJECTIVES:
-                problems.append(f"--objective is {self.objective}, which needs a --reward")
-            return problems
-        if self.objective not in ("auto", *REWARD_OBJECTIVES):
-            return [
-                f"--reward with --objective {self.objective}, which learns from answers: set only one of them"
-            ]
-        return []
 
     def _without_meaning(self) -> list[str]:
         """Return problems of changed settings that belong to another estimator."""
@@ -210,6 +193,21 @@ class EvaluateSettings(EngineFlags, ObjectiveFlags, OverflowFlags, SelectionFlag
     """jsonl file to write: a line per row with its loss, scores and prediction."""
     json: OutputFile | None = None
     """JSON file to write the result to."""
+    reward: RewardInput | None = None
+    """Score the most likely completions of prompts by a reward instead, as in `prge run`: their mean reward,
+    and the share of prompts that they solve."""
+    max_completion_length: int = RewardFlags.max_completion_length
+    """--reward: maximum number of tokens of a completion."""
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.reward is not None:
+            settings = RewardFlags(max_completion_length=self.max_completion_length)
+            problems = reward_problems(settings, self.reward, self.objective, self.task)
+            if self.predictions is not None:
+                problems.append("--predictions is for rows with answers, not for --reward")
+        if problems:
+            raise ConfigError("These settings can't be used:", problems, code="settings-unusable")
 
     def with_date(self) -> EvaluateSettings:
         """Return the settings with the scored run's date, if they have no date and the run has one."""

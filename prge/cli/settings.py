@@ -78,9 +78,7 @@ _HUB_PAGE = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/(?:datase
 # Settings that may name a model or data set of the hub.
 _OF_HUB = ("model", "data", "train", "dev", "test", "push")
 # Settings of type str that may name a file or folder.
-PATH_LIKE_SETTINGS = ("model", "task", "adapter", "chat_template", "push", "phone_folder")
-# What settings of another person's folder may not name.
-_UNTRUSTED = "code, or paths outside of its folder,"
+PATH_LIKE_SETTINGS = ("model", "task", "adapter", "chat_template", "push", "phone_folder", "reward")
 # Current values of settings by the values of the previous version, which are accepted with a warning.
 RENAMED_VALUES = {
     "roles": {old: new for old, new in ROLES.items() if old != new},
@@ -224,15 +222,21 @@ def with_absolute_paths(
             paths[item.name] = value.resolve()
         elif isinstance(value, tuple) and value and all(isinstance(each, Path) for each in value):
             paths[item.name] = tuple(each.resolve() for each in value)
+    for name, word in _rewards(settings).items():
+        path, function = split_reward(word)
+        paths[name] = join_reward(path.resolve(), function)
     for name in (*file_texts, *path_texts):
         path = Path(getattr(settings, name, None) or "")
         if path.is_file() or (name in path_texts and path.name and path.exists()):
             paths[name] = str(path.resolve())
-    for name, source in input_settings(type(settings)).items():
-        if source is Input.REWARD and (word := getattr(settings, name)):
-            path, function = split_reward(word)
-            paths[name] = join_reward(path.resolve(), function)
     return dataclasses.replace(settings, **paths)  # type: ignore[type-var]
+
+
+def _rewards(settings: Any) -> dict[str, str]:
+    """Return the settings that name a reward, by name."""
+    marks = input_settings(type(settings))
+    values = {name: getattr(settings, name) for name, mark in marks.items() if mark is Input.REWARD}
+    return {name: value for name, value in values.items() if value}
 
 
 def settings_to_yaml(settings: Any, comments: bool = False) -> str:
@@ -451,7 +455,7 @@ def _stored_settings(
 
     Raises:
         ConfigError: The user's prge didn't write the settings, and one of them names a path outside of the
-            folder.
+            folder, or a reward in Python.
         RunError: The folder holds a link that leads out of it.
     """
     check_links(path.parent)
@@ -461,19 +465,26 @@ def _stored_settings(
     if content is None or has_own_signature(content, path.name):
         return entries
     field_types, outputs = _field_types(settings_type), output_settings(settings_type)
-    code = {name for name, each in input_settings(settings_type).items() if each is Input.REWARD}
+    rewards = {name for name, mark in input_settings(settings_type).items() if mark is Input.REWARD}
+
+    def is_refused(key: str, text: str) -> bool:
+        # A function of a stranger's file would run with the user's rights, wherever the file is.
+        is_code = key in rewards and split_reward(text)[0].suffix == ".py"
+        return is_code or is_outside(path.parent, text, key in outputs)
+
     refused = {
         entry.key: texts
         for entry in entries
         if entry.key not in overridden
-        and (contains_path_type(field_types[entry.key]) or entry.key in {*PATH_LIKE_SETTINGS, *code})
+        and (contains_path_type(field_types[entry.key]) or entry.key in PATH_LIKE_SETTINGS)
         if (texts := [each for each in _as_list(entry.value) if isinstance(each, str) and each != "null"])
-        and (entry.key in code or any(is_outside(path.parent, each, entry.key in outputs) for each in texts))
+        and any(is_refused(entry.key, each) for each in texts)
     }
     if refused:
         flags = shlex.join(word for key, texts in refused.items() for word in (flag(key), *texts))
+        code = ", or code," if rewards & refused.keys() else ""
         raise ConfigError(
-            f"{path} names {_UNTRUSTED} and wasn't written by your prge:",
+            f"{path} names paths outside of its folder{code} and wasn't written by your prge:",
             [f"{key}: {', '.join(map(format_value, texts))}" for key, texts in refused.items()],
             remedy=remedy or f"if you trust them, give them again: {flags}",
             code="path-outside",

@@ -6,10 +6,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from prge.cli.inputs import split_reward
 from prge.errors import ConfigError, format_value
 from prge.formats.bundle import file_sha256
 from prge.formats.journal import Record
+from prge.formats.signatures import DECODE, PREFILL
 from prge.rewards.python_file import PythonReward
 from prge.rewards.reward import Reward
 from prge.rewards.rules import read_rules
@@ -36,3 +39,14 @@ def describe_reward(word: str) -> Record:
     """Return what a journal stores of a reward: its name and the hash of its file."""
     path, function = split_reward(word)
     return {"name": path.name + (f":{function}" if function else ""), "sha256": file_sha256(path)}
+
+
+def check_roles(roles: Collection[str]) -> None:
+    """Raise ConfigError if programs with these roles can't write the completions of a reward."""
+    if not {PREFILL, DECODE} <= {*roles}:
+        raise ConfigError(
+            "The settings don't fit the bundle:",
+            [f"--reward is set, but the bundle has only the roles {', '.join(roles)}"],
+            remedy="export with the roles prefill and decode, which generate text",
+            code="role-missing",
+        )

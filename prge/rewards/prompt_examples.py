@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,3 +73,8 @@ def prompt_examples(
         for each in read
     ]
     return examples, notes
+
+
+def rollout_context(prompts: Sequence[Example], max_length: int) -> int:
+    """Return the largest number of tokens of a prompt and its completion of `max_length` tokens."""
+    return max(len(prompt.sequences[0].tokens) for prompt in prompts) + max_length

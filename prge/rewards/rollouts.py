@@ -29,17 +29,17 @@ class Rollouts:
         generator: generates the completions.
         reward: scores them.
         start: values of the adapter that the run starts from, f32 [size].
-        journal: the journal of the run.
         max_length: maximum number of tokens of a completion.
         temperature: temperature of sampling.
+        journal: the journal of the run; None: without a run.
     """
 
     generator: Generator
     reward: Reward
     start: FloatArray
-    journal: Journal
     max_length: int
     temperature: float = 1.0
+    journal: Journal | None = None
 
     def sample(
         self, adapters: Sequence[Adapter], prompts: Sequence[Example], count: int, *, seed: int, step: int
@@ -66,7 +66,7 @@ class Rollouts:
 
     def step(self, step: int) -> Record | None:
         """See RolloutSource."""
-        return self.journal.step(step)
+        return None if self.journal is None else self.journal.step(step)
 
     def evaluate(self, adapter: Adapter, prompts: Sequence[Example]) -> Record:
         """Return the record of an evaluation: the mean reward of the most likely completions, and more."""

@@ -56,6 +56,8 @@ _GENERATION_METHODS_BYTES = 700_000
 _PROGRAM_BYTES = {FORWARD: 21_000, JVP: 43_000, BACKWARD: 120_000, PREFILL: 14_000, DECODE: 14_000}
 _HEAD_PROGRAM_BYTES = {FORWARD: 5_000, JVP: 9_000, BACKWARD: 28_000, PREFILL: 0, DECODE: 3_000}
 _FLOAT = 4
+# Parts of RunMemory that different work of one process shares.
+_SHARED = ("runtime", "libraries", "tokenizer", "mapped", "weights", "workspace")
 # Margins of `minimum_memory`, and of the minimum in an error: processes differ in their memory at start.
 _MINIMUM_MARGIN = 1.05
 _START_MARGIN = 1.03
@@ -327,6 +329,11 @@ class RunMemory:
         """Return the resident memory of a process that holds `held` bytes before it loads an engine."""
         return self.total - self.runtime - self.libraries - self.tokenizer + held + ENGINE_BYTES[engine]
 
+    def with_work_in_turn(self, other: RunMemory) -> RunMemory:
+        """Return the memory of a process that does both in turn, with the same engine and weights."""
+        both = {name: (value, getattr(other, name)) for name, value in asdict(self).items()}
+        return RunMemory(**{name: max(pair) if name in _SHARED else sum(pair) for name, pair in both.items()})
+
     def to_json(self) -> dict[str, int]:
         """Return the parts and their sums, with `_bytes` appended to their names."""
         sums = {"anonymous": self.anonymous, "total": self.total}
@@ -580,6 +587,7 @@ def estimate_generation_memory(
     context: int,
     loaded: int | None = None,
     cache_bytes: int = 4,
+    adapters: int = 1,
 ) -> RunMemory:
     """Estimate the memory of a process that generates text.
 
@@ -592,6 +600,7 @@ def estimate_generation_memory(
         context: maximum number of tokens in a sequence.
         loaded: maximum bytes of weights that stay loaded; None: no limit.
         cache_bytes: bytes of a value in the KV cache: 4 or 2.
+        adapters: number of adapters in use.
     """
     chunk, heads = min(_PREFILL_CHUNK[context > _LONG_CONTEXT], outline.longest, context), outline.heads
     values_per_block = outline.key_width * 2 * context
@@ -615,8 +624,8 @@ def estimate_generation_memory(
         # Logits of each sequence exist four times: from the engine, joined, as probabilities, and sorted.
         states=_FLOAT * (3 * chunk * outline.width + 4 * slots * vocabulary_size) + cache,
         saved=0,
-        # The bundle's adapter, the adapter in use, and a copy for each sequence.
-        adapter=_FLOAT * adapter_values * (2 + slots),
+        # The bundle's adapter, the adapters in use, and a copy for each sequence.
+        adapter=_FLOAT * adapter_values * (1 + adapters + slots),
         directions=0,
     )
 

@@ -3,6 +3,7 @@
 settings.py            the user's settings; all except model, rows and folder have defaults
 user_rows.py           reading and checking the user's rows
 row_files.py           the rows in the folder of the tuning
+prompt_rows.py         both for prompts, whose completions a reward scores
 record.py              decisions and facts in the folder, from which an interrupted tuning continues
 decisions.py           decisions as pure functions of facts
 measured_decisions.py  measures the facts, and records the decisions

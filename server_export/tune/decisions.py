@@ -12,6 +12,7 @@ from prge.errors import ConfigError
 from prge.formats.signatures import DECODE, FORWARD, PREFILL
 from prge.system.progress import format_duration
 from prge.training.costs import BYTES_PER_TRAINED_VALUE, format_bytes, format_megabytes
+from prge.training.estimators.rewards import REWARD_OBJECTIVES
 from prge.training.estimators.table import ESTIMATORS, EstimatorName
 from prge.training.settings import TrainingFlags
 from server_export.tune.rates import longest_search
@@ -22,6 +23,8 @@ _LENGTH_STEP, _SHORTEST_LENGTH = 64, 64
 # Epochs of a run, and bounds on the number of rows that it reads. Too many steps cost only time, since the
 # best step on development rows is the result.
 _EPOCHS, _MIN_READ, _MAX_READ, _MAX_EPOCHS = 3, 2_400, 24_000, 40
+# The same bounds for prompts of a reward, each of which costs several completions.
+_PROMPTS_READ = 800, 4_000
 # Batch sizes by the minimum number of training rows that they need.
 _BATCHES = ((1_000, 16), (200, 8), (40, 4), (10, 2))
 _EVALUATIONS = 10
@@ -35,6 +38,8 @@ ALL_LAYERS: Mapping[str, Any] = {"target_modules": ["all-linear"], "rank": 16, "
 _ADAPTER_SHARE = 1 / 4
 # A loss below this share of another loss is lower by more than chance.
 _CLEAR_GAIN = 0.98
+# Losses that differ by less than this share are equal.
+_LEAST_GAIN = 1e-5
 # Largest share of a memory limit that an estimate may take.
 _MARGIN = 0.95
 # Largest share of the remaining time that an estimate may take; and the smallest share of all time for
@@ -222,7 +227,8 @@ def beta(facts: RowFacts) -> Decision | None:
 
 def steps(facts: RowFacts, batch: int, epochs: float | None = None) -> Decision:
     """Choose the steps of the final run; `epochs` is the user's choice, if there is one."""
-    read: float = min(max(_EPOCHS * facts.rows, _MIN_READ), _MAX_READ, _MAX_EPOCHS * facts.rows)
+    least, most = _PROMPTS_READ if facts.objective in REWARD_OBJECTIVES else (_MIN_READ, _MAX_READ)
+    read: float = min(max(_EPOCHS * facts.rows, least), most, _MAX_EPOCHS * facts.rows)
     if epochs is not None:
         read = epochs * facts.rows
     count = max(math.ceil(read / batch), 1)
@@ -246,14 +252,24 @@ def pace(elapsed: Sequence[float], heads: float, evaluation: float, whole: float
     return Pace(max(whole - heads - evaluation - len(elapsed) * step, 0.0), step, evaluation)
 
 
-def training_seconds(count: int, pace: Pace, searched: bool) -> float:
-    """Return the seconds of a final run of `count` steps, with the search before it if `searched`."""
-    runs = longest_search(len(RATES), count) if searched else []
+def training_seconds(count: int, pace: Pace, searched: bool, with_epsilons: bool = False) -> float:
+    """Return the seconds of a final run of `count` steps, with the search before it if `searched`.
+
+    `with_epsilons` means that the size of perturbations is searched too.
+    """
+    runs = longest_search(len(RATES), count, with_epsilons) if searched else []
     seconds = sum(pace.start + steps * pace.step + 2 * pace.evaluation for steps in runs)
     return seconds + pace.start + count * pace.step + (_EVALUATIONS + 1) * pace.evaluation
 
 
-def steps_in(minutes: float, spent: float, pace: Pace, unlimited: Decision, searched: bool) -> list[Decision]:
+def steps_in(
+    minutes: float,
+    spent: float,
+    pace: Pace,
+    unlimited: Decision,
+    searched: bool,
+    with_epsilons: bool = False,
+) -> list[Decision]:
     """Choose the steps of the final run for a time limit, and a learning rate if the search takes too long.
 
     Search and training get at least a third of the minutes, even if the export took longer.
@@ -264,13 +280,16 @@ def steps_in(minutes: float, spent: float, pace: Pace, unlimited: Decision, sear
         pace: durations of a run's parts.
         unlimited: the steps without a time limit.
         searched: whether the learning rate is searched.
+        with_epsilons: whether the size of perturbations is searched with it.
     """
     left = max(60 * minutes - spent, 60 * minutes * _MIN_SHARE)
     room = _MARGIN_OF_TIME * left
     counts = range(1, unlimited.value + 1)
 
     def fitting(searched: bool) -> int:
-        return bisect_right(counts, room, key=lambda count: training_seconds(count, pace, searched))
+        return bisect_right(
+            counts, room, key=lambda count: training_seconds(count, pace, searched, with_epsilons)
+        )
 
     rest = "take a third" if spent + left > 60 * minutes else f"have {format_duration(left)} left"
     why = f"search and training {rest} of {minutes:g} minutes, at {pace.step:.3g} s per step"
@@ -318,12 +337,18 @@ def within_memory(batch: Decision, limit: int, needed: Callable[[int], int]) -> 
     )
 
 
-def best_rate(trials: Sequence[tuple[float, int, float]]) -> Decision:
+def figure(loss: float, is_reward: bool) -> str:
+    """Format a loss of development rows, which is a negative reward if `is_reward`."""
+    return f"reward {0.0 - loss:.4g}" if is_reward else f"loss {loss:.4g}"
+
+
+def best_rate(trials: Sequence[tuple[float, int, float]], is_reward: bool = False) -> Decision:
     """Choose the learning rate with the lowest loss among the longest trials.
 
     Args:
         trials: learning rate, steps and loss of development rows of each run; the loss of a run that diverged
             is infinite.
+        is_reward: whether losses are negative rewards.
 
     Raises:
         ConfigError: all of these runs diverged.
@@ -338,11 +363,27 @@ def best_rate(trials: Sequence[tuple[float, int, float]]) -> Decision:
             remedy="Check the rows, or give a --learning-rate.",
             code="all-rates-diverged",
         )
-    others = ", ".join(f"{other_loss:.4g} with {other_rate:g}" for other_loss, other_rate in finals[1:])
-    return Decision("learning_rate", rate, f"loss {loss:.4g} after {longest} steps; {others}".rstrip("; "))
+    others = ", ".join(
+        f"{0.0 - other if is_reward else other:.4g} with {other_rate:g}" for other, other_rate in finals[1:]
+    )
+    why = f"{figure(loss, is_reward)} after {longest} steps; {others}"
+    return Decision("learning_rate", rate, why.rstrip("; "))
 
 
-def shorter(trials: Sequence[tuple[float, int, float]], best: float | None, count: int) -> list[Decision]:
+def best_epsilon(losses: Mapping[float, float]) -> Decision:
+    """Choose the size of perturbations with the highest reward.
+
+    Args:
+        losses: negative reward of development prompts by size, infinite if the run diverged.
+    """
+    ordered = sorted(losses, key=lambda epsilon: (losses[epsilon], epsilon))
+    rewards = ", ".join(f"{0.0 - losses[epsilon]:.4g} with {epsilon:g}" for epsilon in ordered)
+    return Decision("epsilon", ordered[0], f"rewards of development prompts: {rewards}")
+
+
+def shorter(
+    trials: Sequence[tuple[float, int, float]], best: float | None, count: int, is_reward: bool = False
+) -> list[Decision]:
     """Choose learning rate and steps of a second final run if a run of the search was better than the first.
 
     With few rows, the best learning rate of a short run may be too high for a long one.
@@ -351,6 +392,7 @@ def shorter(trials: Sequence[tuple[float, int, float]], best: float | None, coun
         trials: learning rate, steps and loss of development rows of each run of the search.
         best: loss of development rows at the best step of the final run; None: there is none.
         count: steps of the final run.
+        is_reward: whether losses are negative rewards.
 
     Returns:
         The decisions; empty if the final run was the best.
@@ -358,7 +400,8 @@ def shorter(trials: Sequence[tuple[float, int, float]], best: float | None, coun
     if not trials or best is None:
         return []
     rate, steps, loss = min(trials, key=lambda trial: trial[2])
-    if not loss < best:
+    if not loss < best - _LEAST_GAIN * abs(best):
         return []
-    why = f"loss {loss:.4g} after {steps} steps with {rate:g}, at best {best:.4g} in {count} steps"
+    shown = f"{0.0 - best if is_reward else best:.4g}"
+    why = f"{figure(loss, is_reward)} after {steps} steps with {rate:g}, at best {shown} in {count} steps"
     return [Decision("learning_rate", rate, why), Decision("steps", steps, why)]

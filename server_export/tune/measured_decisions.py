@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -14,14 +14,19 @@ from prge.errors import PrgeError
 from prge.formats.adapter import adapter_size
 from prge.formats.bundle import Bundle
 from prge.objectives.examples import Example
+from prge.rewards.opening import check_roles
 from prge.system.memory import available_memory
 from prge.training.costs import (
     BYTES_PER_WAITING_TOKEN,
+    ModelSizes,
     StepShape,
+    WeightBytes,
     bundle_costs,
+    estimate_generation_memory,
     estimate_run_memory,
     fit_budget,
 )
+from prge.training.estimators.rollouts import ROLLOUT_SLOTS
 from prge.training.estimators.table import ESTIMATORS, available_estimators
 from server_export.check.estimation import Estimate, check_resources, estimate
 from server_export.settings import EstimateConfig
@@ -103,14 +108,14 @@ class DecisionMaker:
             lambda: decisions.sequence_length(
                 longest,
                 estimated.positions,
-                lambda length: _on_a_row(estimated, model, length)(estimated.weights.largest),
+                lambda length: self._on_a_row(estimated, model, length)(estimated.weights.largest),
                 self._free(),
             ),
         )
         length = self._record.value("sequence_length")
         if limit := self._limit():
             # Refused within seconds, and not after minutes of an export.
-            needed = _on_a_row(estimated, model, min(length, longest))
+            needed = self._on_a_row(estimated, model, min(length, longest))
             fit_budget(limit, needed, estimated.weights, "a run of this model", _REMEDY)
         return rows.split(tokenizer, replace(spec, sequence_length=length))
 
@@ -124,10 +129,12 @@ class DecisionMaker:
             whole, numel = estimate(EstimateConfig(model=model)), None
         self.decide("quantize", settings.quantize, lambda: decisions.scheme(whole.outline.parameters))
         is_encoder = whole.readout == "pooled"
-        for each in decisions.adapted(settings.estimator, is_encoder, numel, self._free()):
+        for each in decisions.adapted(settings.chosen_estimator, is_encoder, numel, self._free()):
             self.decide(each.name, getattr(settings, each.name), partial(Decision, **asdict(each)))
         generates = rows.is_generative and not is_encoder
-        self.decide("roles", settings.roles, lambda: decisions.roles(settings.estimator, generates))
+        self.decide("roles", settings.roles, lambda: decisions.roles(settings.chosen_estimator, generates))
+        if settings.reward is not None:
+            check_roles(self._record.value("roles"))
         chosen = {name: self._record.value(name) for name in decisions.ALL_LAYERS}
         chosen["adapt_layers"] = settings.adapt_layers
         if numel is None or chosen != {**decisions.ALL_LAYERS, "adapt_layers": None}:
@@ -144,6 +151,46 @@ class DecisionMaker:
         """Return the bytes of memory that a run may use: the limit, or half of this machine's free memory."""
         return self._limit() or available_memory() // 2
 
+    def _on_a_row(self, estimated: Estimate, model: str, length: int) -> Callable[[int], int]:
+        """Return a function from bytes of loaded weights to bytes of memory of steps on one row.
+
+        Args:
+            estimated: estimate of the bundle.
+            model: hub id or path of the model.
+            length: number of tokens of the row.
+        """
+        estimated = replace(estimated, outline=replace(estimated.outline, longest=length))
+        config = EstimateConfig(model=model, batch_size=1)
+        shape = estimated.shape(config, estimated.estimators[0], length, length - 1)
+        return lambda loaded: self._run_memory(
+            estimated.outline, shape, estimated.weights, estimated.roles, loaded
+        )
+
+    def _run_memory(
+        self,
+        outline: ModelSizes,
+        shape: StepShape,
+        weights: WeightBytes,
+        roles: Collection[str],
+        loaded: int,
+    ) -> int:
+        """Return the bytes of memory of a run, which generates completions if there is a reward."""
+        settings = self._settings
+        steps = estimate_run_memory(outline, shape, weights, roles, "native", loaded)
+        if settings.reward is None:
+            return steps.total
+        texts = estimate_generation_memory(
+            outline,
+            shape.vocabulary_size,
+            weights,
+            "native",
+            ROLLOUT_SLOTS,
+            shape.tokens,
+            loaded,
+            adapters=shape.copies,
+        )
+        return (texts if settings.is_evolution else texts.with_work_in_turn(steps)).total
+
     def for_runs(self, bundle: Bundle, rows: RowFiles) -> RowFacts:
         """Decide estimator, batch size, head folds, beta and steps of runs, and return facts of the rows."""
         settings, record = self._settings, self._record
@@ -152,7 +199,7 @@ class DecisionMaker:
             return asdict(rows.facts(load_bundle_tokenizer(bundle), bundle.chain.model, settings.overflow))
 
         facts = RowFacts(**record.fact("facts", measure))
-        self.decide("estimator", settings.estimator, lambda: _best_estimator(bundle))
+        self.decide("estimator", settings.estimator, lambda: _best_estimator(bundle, settings))
         self.decide("batch_size", settings.batch_size, lambda: self._batch_size(bundle, facts))
         batch = record.value("batch_size")
         self.decide("head_folds", settings.head_folds, lambda: decisions.head_folds(facts))
@@ -180,36 +227,16 @@ class DecisionMaker:
                 copies=entry.copies(),
                 queries=entry.directions(),
             )
-            run_bytes = estimate_run_memory(
-                outline, shape, weights, chain.roles, "native", weights.largest
-            ).total
+            run_bytes = self._run_memory(outline, shape, weights, chain.roles, weights.largest)
             return run_bytes + BYTES_PER_WAITING_TOKEN * facts.tokens
 
         return decisions.within_memory(decision, limit, needed)
 
 
-def _on_a_row(estimated: Estimate, model: str, length: int) -> Callable[[int], int]:
-    """Return a function from bytes of loaded weights to bytes of memory of steps on one row.
-
-    Args:
-        estimated: estimate of the bundle.
-        model: hub id or path of the model.
-        length: number of tokens of the row.
-    """
-    estimated = replace(estimated, outline=replace(estimated.outline, longest=length))
-    config = EstimateConfig(model=model, batch_size=1)
-    shape = estimated.shape(config, estimated.estimators[0], length, length - 1)
-
-    def needed(loaded: int) -> int:
-        return estimate_run_memory(
-            estimated.outline, shape, estimated.weights, estimated.roles, "native", loaded
-        ).total
-
-    return needed
-
-
-def _best_estimator(bundle: Bundle) -> Decision:
-    """Choose the best estimator for the roles of a bundle."""
+def _best_estimator(bundle: Bundle, settings: TuneSettings) -> Decision:
+    """Choose the best estimator for the objective and the roles of a bundle."""
+    if chosen := settings.chosen_estimator:
+        return Decision("estimator", chosen, "evolution strategies compare perturbed adapters")
     best = available_estimators(bundle.chain.roles)[0]
     why = (
         "the best one for the bundle's roles"

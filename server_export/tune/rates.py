@@ -2,7 +2,9 @@
 
 A tuning uses successive halving: short runs of all rates, then longer runs of the best three. Every short run
 has the schedule of the final one, whose learning rate falls to zero: with a constant rate, smaller rates look
-better than they are. If the best rate is at the end of the grid, a rate beyond it is tried.
+better than they are. If the best rate is at the end of the grid, a rate beyond it is tried. Evolution
+strategies then search the size of their perturbations with the best rate: Adam ignores the scale of
+gradients, so that one hardly depends on the other.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ _FIRST_SHARE, _LONGER = 1 / 12, 3
 _FINALISTS = 3
 _MIN_STEPS = 8
 _BEYOND, _MAX_BEYOND = 3.0, 2
+# Sizes of perturbations around the default, and beyond the end of that grid.
+EPSILONS, _MAX_BEYOND_EPSILONS = 3, 1
 
 
 def search_rates(run: Callable[[float, int], float], rates: Sequence[float], steps: int) -> list[Trial]:
@@ -84,10 +88,27 @@ def best_rate(losses: Mapping[float, float]) -> float | None:
     return min(finite, key=lambda rate: (losses[rate], rate), default=None)
 
 
-def longest_search(rates: int, steps: int) -> list[int]:
-    """Return the steps of every run of the longest possible search over a grid of `rates` rates."""
+def search_epsilons(run: Callable[[float], float], epsilon: float) -> dict[float, float]:
+    """Search for the size of perturbations around a default; see `grid_losses`, also for what is returned.
+
+    Args:
+        run: runs training with a size, and returns the loss of development rows.
+        epsilon: the default, which is the centre of the grid.
+    """
+    return grid_losses(run, rates_around(epsilon, _BEYOND, EPSILONS), _BEYOND, _MAX_BEYOND_EPSILONS)
+
+
+def longest_search(rates: int, steps: int, with_epsilons: bool = False) -> list[int]:
+    """Return the steps of every run of the longest possible search over a grid of `rates` rates.
+
+    Args:
+        rates: number of rates of the grid.
+        steps: steps of the final run.
+        with_epsilons: whether sizes of perturbations are searched afterwards, of which the default had a run.
+    """
     few, more = _lengths(steps)
-    return [few] * (rates + _MAX_BEYOND) + [more] * _FINALISTS * (more != few)
+    runs = [few] * (rates + _MAX_BEYOND) + [more] * _FINALISTS * (more != few)
+    return runs + [more] * (EPSILONS - 1 + _MAX_BEYOND_EPSILONS) * with_epsilons
 
 
 def _lengths(steps: int) -> tuple[int, int]:

@@ -16,6 +16,7 @@ from prge.formats.documents import mapping
 from prge.formats.run_folder import CONFIG, DECISIONS, JOURNAL, LOCK, SUMMARY
 from prge.formats.stored_settings import is_outside, write_settings
 from prge.system.atomic import write_file
+from prge.training.estimators.rewards import RewardFlags
 from server_export.tune.decisions import Decision
 from server_export.tune.settings import TuneSettings
 
@@ -24,7 +25,8 @@ _NOT_IDENTITY = {"out", "resume", "json", "threads"}
 # The first stage that depends on a setting or decision; `bundle` for all others.
 _OF_SEARCH = (
     *("minutes", "steps", "epochs", "batch_size", "head_folds", "seed", "on", "phone_folder", "memory"),
-    *("loss_normalisation", "weight_decay"),
+    *("loss_normalisation", "weight_decay", "reward", "epsilon"),
+    *(item.name for item in fields(RewardFlags) if item.name != "max_completion_length"),
 )
 _STAGE_OF = {**dict.fromkeys(_OF_SEARCH, "search"), "learning_rate": "run"}
 

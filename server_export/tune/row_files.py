@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prge.data.columns import present_columns
 from prge.data.example_building import build_examples
@@ -23,9 +23,7 @@ from prge.model_spec import ModelSpec
 from prge.objectives.preferences import ObjectiveName
 from prge.system.atomic import new_folder, write_file
 from server_export.tune.decisions import RowFacts
-
-if TYPE_CHECKING:
-    from prge.data.tokenization.chat import ChatTemplate
+from server_export.tune.settings import TuneSettings
 
 SAMPLES, _WORDS = 3, 8
 
@@ -47,6 +45,18 @@ class RowFiles:
     append_eos: bool = True
     control_tokens: ControlTokens = "special"
     date: str | None = None
+
+    @classmethod
+    def of(cls, settings: TuneSettings) -> RowFiles:
+        """Return the files of a tuning."""
+        return cls(
+            settings.out / "rows",
+            settings.task,
+            settings.objective,
+            settings.append_eos,
+            settings.control_tokens,
+            settings.date,
+        )
 
     @property
     def train(self) -> Path:
@@ -130,15 +140,15 @@ class RowFiles:
         """Write prompts of the first development rows, and return their file."""
         rows = read_rows(self.dev or self.train)[:SAMPLES]
         path = self.folder / "prompts.jsonl"
-        prompts = self._prompts(rows, Prompts(tokenizer, self.date).chat)
+        prompts = self.prompts(rows, tokenizer)
         write_file(
             path, "".join(json.dumps(dict(each), ensure_ascii=False) + "\n" for each in prompts).encode()
         )
         return path
 
-    def _prompts(self, rows: Sequence[Row], chat: ChatTemplate | None) -> Iterator[Mapping[str, Any]]:
+    def prompts(self, rows: Sequence[Row], tokenizer: Tokenizer) -> Iterator[Mapping[str, Any]]:
         """Yield the prompts of rows, as lines of a prompts file."""
-        task = self._task()
+        task, chat = self._task(), Prompts(tokenizer, self.date).chat
         form = find_form(rows, str(self.folder)) if task is None else None
         if form is not None and form.chat and chat is not None:
             form = form.rendered_by(chat.variables, present_columns(rows))

@@ -7,15 +7,17 @@ from typing import ClassVar, Literal
 
 from prge.cli.bounds import bound_problems
 from prge.cli.field_types import Bytes
-from prge.cli.inputs import BundleInput, DevRows, InputFolder, TestRows, TrainRows
+from prge.cli.inputs import BundleInput, DevRows, InputFolder, RewardInput, TestRows, TrainRows
 from prge.cli.outputs import OutputFile, OutputFolder
 from prge.cli.settings import with_absolute_paths
 from prge.data.options import Overflow
 from prge.data.sources import hub_names
 from prge.errors import ConfigError
 from prge.formats.run_folder import CONFIG
+from prge.formats.signatures import DECODE, FORWARD, PREFILL
 from prge.objectives.preferences import ObjectiveFlags
-from prge.training.estimators.table import EstimatorName
+from prge.training.estimators.rewards import RewardFlags, reward_problems
+from prge.training.estimators.table import ESTIMATORS, EstimatorName
 from prge.training.settings import ExampleFlags, OptimizerFlags, TrainingFlags
 from server_export.settings import SCHEMES, AdapterType, Init, PrependBos, roles_problems
 
@@ -23,7 +25,7 @@ OnBadRow = Literal["stop", "skip"]
 
 
 @dataclass(frozen=True)
-class TuneSettings(ObjectiveFlags, ExampleFlags):
+class TuneSettings(ObjectiveFlags, RewardFlags, ExampleFlags):
     """Tune a model on rows: export, choose settings, search the learning rate, train, score, publish.
 
     Settings that you leave out are decided from measurements.
@@ -47,6 +49,10 @@ class TuneSettings(ObjectiveFlags, ExampleFlags):
     rows, by a hash of their content."""
     test: TestRows | None = None
     """Rows to score once before and once after training. Default: the development rows."""
+    reward: RewardInput | None = None
+    """Learn from a reward of generated text instead of answers, as in `prge run`: FILE.py:FUNCTION or a YAML
+    file of rules. Rows need only prompts. Development prompts are scored by the mean reward of the most
+    likely completions."""
     on_bad_row: OnBadRow = "stop"
     """What to do with rows that can't be read or trained on: stop before anything is written, or skip them.
     All of them are listed."""
@@ -86,7 +92,7 @@ class TuneSettings(ObjectiveFlags, ExampleFlags):
     """Initialization of lora_a: eva, principal directions of the layers' inputs for the training rows; or
     random. Default: random; eva if exact gradients adapt only queries and values."""
     estimator: EstimatorName | None = None
-    """Gradient estimator. Default: exact, the gradient by backpropagation."""
+    """Gradient estimator. Default: exact, the gradient by backpropagation; antithetic for --objective es."""
     roles: list[str] | None = None
     """Roles of the exported programs, as for `prge export`. Default: the roles that this tuning needs; other
     estimators need more."""
@@ -102,6 +108,9 @@ class TuneSettings(ObjectiveFlags, ExampleFlags):
     """Epochs of the final run, instead of --steps; may be a fraction, such as 0.5."""
     learning_rate: float | None = None
     """Peak learning rate. Default: the best one of a search by short runs."""
+    epsilon: float | None = None
+    """es: size of the perturbation of each adapter value, the standard deviation of the search distribution.
+    Default: the best one of a search by short runs."""
     weight_decay: float = OptimizerFlags.weight_decay
     """Decoupled weight decay of all trained matrices, as in AdamW."""
     seed: int = 42
@@ -136,6 +145,7 @@ class TuneSettings(ObjectiveFlags, ExampleFlags):
                     f"which `prge export --adapter {self.adapter}` chooses"
                 )
         problems += roles_problems(self.roles or ())
+        problems += self._reward_problems()
         if self.quantize is not None and self.quantize not in SCHEMES:
             problems.append(f"--quantize is {self.quantize!r}, must be one of {', '.join(SCHEMES)}")
         lengths = [f"--{name}" for name in ("steps", "epochs", "minutes") if getattr(self, name) is not None]
@@ -153,6 +163,32 @@ class TuneSettings(ObjectiveFlags, ExampleFlags):
                 remedy="See `prge tune --help`.",
                 code="settings-unusable",
             )
+
+    def _reward_problems(self) -> list[str]:
+        """Return problems of settings of learning from a reward."""
+        problems = reward_problems(self, self.reward, self.objective, self.task)
+        if self.reward is not None and self.roles is not None and not {PREFILL, DECODE} <= {*self.roles}:
+            problems.append("--roles lacks prefill and decode, which write the completions of a --reward")
+        if self.objective == "es" and self.estimator and ESTIMATORS[self.estimator].role != FORWARD:
+            problems.append(
+                f"--objective es compares perturbed adapters, and --estimator is {self.estimator}: choose "
+                "antithetic or fzoo, or --objective grpo"
+            )
+        if self.epsilon is not None and not self.is_evolution:
+            problems.append("--epsilon is for --objective es")
+        return problems
+
+    @property
+    def chosen_estimator(self) -> EstimatorName | None:
+        """The estimator that the user chose, also by the objective; None: to be decided."""
+        return self.estimator or ("antithetic" if self.objective == "es" else None)
+
+    @property
+    def is_evolution(self) -> bool:
+        """Whether evolution strategies learn from a reward."""
+        estimator = self.chosen_estimator
+        compares = estimator is not None and ESTIMATORS[estimator].role == FORWARD
+        return self.reward is not None and compares and self.objective != "grpo"
 
     @property
     def serial(self) -> str | None:

@@ -18,7 +18,7 @@ import secrets
 import shlex
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, fields, replace
 from functools import cached_property, partial
@@ -47,13 +47,17 @@ from prge.formats.run_folder import (
 from prge.formats.signatures import DECODE
 from prge.formats.stored_settings import check_links
 from prge.objectives.preferences import ObjectiveFlags
+from prge.rewards.opening import check_roles, open_reward
 from prge.system.atomic import check_writable_folder
 from prge.system.progress import TimeLeft, format_duration
+from prge.training.estimators.rewards import RewardFlags
+from prge.training.estimators.table import EstimatorFlags
 from server_export.tune import decisions
 from server_export.tune.decisions import Decision, Pace, RowFacts
 from server_export.tune.machines import LocalMachine, Machine, PhoneMachine
 from server_export.tune.measured_decisions import DecisionMaker
-from server_export.tune.rates import longest_search, search_rates
+from server_export.tune.prompt_rows import PromptFiles, PromptRows
+from server_export.tune.rates import EPSILONS, Trial, longest_search, search_epsilons, search_rates
 from server_export.tune.record import Record, status_of
 from server_export.tune.row_files import SAMPLES, RowFiles
 from server_export.tune.samples import sample_lines
@@ -66,6 +70,10 @@ _PILOT, _PILOT_STEPS = "search/pilot", 10
 # Settings for building examples.
 _EXAMPLES = ("append_eos", "control_tokens")
 _OBJECTIVE = tuple(item.name for item in fields(ObjectiveFlags))
+_REWARD = tuple(item.name for item in fields(RewardFlags))
+# Share of the reward of a run's own completions in its figure, which decides between equal rewards of the
+# most likely ones: these are common after a few steps.
+_SAMPLED_SHARE = 1e-6
 # Approximate seconds of the stages "adapter" and "report".
 _SECONDS_AFTER = 8.0
 
@@ -77,6 +85,8 @@ def tune(settings: TuneSettings) -> dict[str, Any]:
         PrgeError: input can't be used, or a stage failed. Completed stages stay, and `--resume` continues. If
             none is complete, no folder is made.
     """
+    if settings.reward is not None:
+        open_reward(settings.reward).close()  # refused now, and not after an export
     with ExitStack() as held:
         check_writable_folder(settings.out)
         if exists := (settings.out / DECISIONS).is_file():
@@ -113,14 +123,7 @@ class _Tuning:
         self._record = Record(settings)
         date = self._record.fact("date", lambda: settings.with_date().date)
         self._settings = settings = replace(settings, date=date)
-        self._rows = RowFiles(
-            settings.out / "rows",
-            settings.task,
-            settings.objective,
-            settings.append_eos,
-            settings.control_tokens,
-            date,
-        )
+        self._rows = RowFiles.of(settings) if settings.reward is None else PromptFiles.of(settings)
         self._parts: dict[Part, list[Row]] = {}
         self._notes: list[str] | None = None
         self._folder = settings.bundle or settings.out / "bundle"
@@ -183,12 +186,17 @@ class _Tuning:
         """Read, check and split the rows, for an existing bundle or for the export."""
         notes = self._record.recorded_fact("rows")
         if notes is None:
-            rows = UserRows(self._settings)
-            if self._settings.bundle is None:
+            settings = self._settings
+            rows = UserRows(settings) if settings.reward is None else PromptRows(settings)
+            if settings.bundle is None:
                 self._parts = self._decision_maker.for_export(rows)
             else:
                 bundle = self._bundle
                 tokenizer, model = load_bundle_tokenizer(bundle), bundle.chain.model
+                if settings.reward is not None:
+                    check_roles(bundle.chain.roles)
+                if settings.is_evolution:  # no program of training reads these rows
+                    model = replace(model, sequence_length=bundle.chain.bounds.context)
                 rows.check(tokenizer, model)
                 self._parts = rows.split(tokenizer, model)
             notes = self._notes = rows.notes
@@ -234,6 +242,7 @@ class _Tuning:
         settings, record = self._settings, self._record
         most = next(each for each in record.decisions if each.name == "steps")
         searched = settings.learning_rate is None and self._rows.dev is not None
+        with_epsilons = settings.is_evolution and settings.epsilon is None
 
         def measured() -> dict[str, float]:
             self._machine.send_bundle(self._folder)
@@ -250,12 +259,13 @@ class _Tuning:
             )
             if settings.minutes is not None:
                 spent = record.seconds + self._seconds_after(bundle, pace)
-                record.decide(*decisions.steps_in(settings.minutes, spent, pace, most, searched))
+                steps = decisions.steps_in(settings.minutes, spent, pace, most, searched, with_epsilons)
+                record.decide(*steps)
             return asdict(pace)
 
         pace = Pace(**record.fact("pace", measured))
         searched = searched and record.value("learning_rate") is None
-        rest = decisions.training_seconds(record.value("steps"), pace, searched)
+        rest = decisions.training_seconds(record.value("steps"), pace, searched, with_epsilons)
         print(f"a step takes {pace.step:.3g} s; training with the search takes about {format_duration(rest)}")
 
     def _seconds_after(self, bundle: Bundle, pace: Pace) -> float:
@@ -299,6 +309,7 @@ class _Tuning:
             eval_settings |= {
                 "task": self._settings.task,
                 **self._changed_settings("date", "overflow", "threads", *_EXAMPLES, *_OBJECTIVE),
+                **self._changed_settings("reward", "max_completion_length"),
                 "beta": self._record.value("beta"),
             }
             if self._settings.on is None:  # the limit of a phone doesn't apply to scoring on this machine
@@ -313,25 +324,41 @@ class _Tuning:
         return {name: value for name, value in values.items() if value != getattr(TuneSettings, name)}
 
     def search(self) -> None:
-        """Search for the learning rate, unless the user gave one."""
+        """Search for the learning rate, unless the user gave one, and for the epsilon of `es` with it."""
+        settings, record = self._settings, self._record
+        with_epsilons, is_reward = settings.is_evolution and settings.epsilon is None, bool(settings.reward)
+        if settings.epsilon is not None:
+            self._decision_maker.decide("epsilon", settings.epsilon, lambda: None)
 
         def best() -> Decision:
             if self._rows.dev is None:
                 return Decision(
                     "learning_rate", decisions.RATES[1], "there are no development rows to choose by"
                 )
-            steps = self._record.value("steps")
-            runs = longest_search(len(decisions.RATES), steps)
+            steps = record.value("steps")
+            runs = longest_search(len(decisions.RATES), steps, with_epsilons)
             print(f"short runs with different rates: at most {len(runs)}, with {sum(runs):,} steps in total")
             trial = partial(self._trial, TimeLeft(sum(runs)), (decisions.RATES[0], runs[0]))
             trials = search_rates(trial, decisions.RATES, steps)
-            self._record.fact("trials", lambda: [each for each in trials if math.isfinite(each[2])])
-            return decisions.best_rate(trials)
+            record.fact("trials", lambda: [each for each in trials if math.isfinite(each[2])])
+            return decisions.best_rate(trials, is_reward)
 
-        self._decision_maker.decide("learning_rate", self._settings.learning_rate, best)
-        print(f"learning rate {self._record.value('learning_rate'):g}")
+        self._decision_maker.decide("learning_rate", settings.learning_rate, best)
+        print(f"learning rate {record.value('learning_rate'):g}")
+        if with_epsilons and (trials := record.recorded_fact("trials")):
+            self._decision_maker.decide("epsilon", None, lambda: self._best_epsilon(trials))
+            print(f"epsilon {record.value('epsilon'):g}")
 
-    def _trial(self, left: TimeLeft, first: tuple[float, int], rate: float, steps: int) -> float:
+    def _best_epsilon(self, trials: Sequence[Trial]) -> Decision:
+        """Search for the size of perturbations with the chosen learning rate."""
+        rate, steps = self._record.value("learning_rate"), max(steps for _, steps, _ in trials)
+        left = TimeLeft(steps * (EPSILONS - 1))
+        trial = partial(self._trial, left, (math.nan, 0), rate, steps)
+        return decisions.best_epsilon(search_epsilons(trial, EstimatorFlags.epsilon))
+
+    def _trial(
+        self, left: TimeLeft, first: tuple[float, int], rate: float, steps: int, epsilon: float | None = None
+    ) -> float:
         """Execute a short run, and return its loss of development rows, which is infinite if it diverged.
 
         The first run also samples completions, so that the user soon sees what the model learns.
@@ -341,21 +368,39 @@ class _Tuning:
             first: learning rate and steps of the first run.
             rate: learning rate of this run.
             steps: steps of this run.
+            epsilon: size of perturbations of this run; None: the default.
         """
-        name = f"search/{rate:.4g}-{steps}"
+        changed = epsilon if epsilon != EstimatorFlags.epsilon else None
+        name = f"search/{rate:.4g}-{steps}" + (f"-{changed:g}" if changed else "")
         begin, is_done = time.perf_counter(), status_of(self._settings.out / name) in ENDED
-        samples = self._samples() if (rate, steps) == first else {}
-        summary = self._run(name, learning_rate=rate, steps=steps, eval_steps=steps, is_short=True, **samples)
+        own = self._samples() if (rate, steps) == first else {}
+        own |= {"epsilon": changed} if changed else {}
+        summary = self._run(name, learning_rate=rate, steps=steps, eval_steps=steps, is_short=True, **own)
         train = summary["train"]
         evaluation = train["last_evaluation"] or {}
         is_complete = summary["run"]["status"] == "completed" and evaluation.get("step") == steps
         # The selection metric: the loss; for preferences, with a penalty for less likely chosen completions.
         loss = -float(train["last_value"]) if is_complete and train["last_value"] is not None else math.inf
+        if self._settings.reward is not None and math.isfinite(loss):
+            loss -= _SAMPLED_SHARE * self._sampled_reward(name)
         rest = left.count(steps, None if is_done else time.perf_counter() - begin)
-        result = f"  {rate:<8.4g} {steps:>5} steps   loss of development rows {loss:.4g}"
+        figure = f"loss of development rows {loss:.4g}"
+        if self._settings.reward is not None:
+            figure = f"reward of development prompts {0.0 - loss:.4g}"
+        which = f"  {rate:<8.4g} {steps:>5} steps" + (f", epsilon {epsilon:<8.4g}" if epsilon else "")
+        result = f"{which}   {figure}"
         samples = (train.get("samples") or {}) if math.isfinite(loss) else {}
         print("\n".join(["; ".join(filter(None, [result, rest])), *sample_lines(samples)]), flush=True)
         return loss
+
+    def _sampled_reward(self, name: str) -> float:
+        """Return the mean reward of the completions that a run sampled."""
+        rewards = [
+            record["reward"]
+            for record in read_metrics(self._settings.out / name)
+            if record["event"] == "step" and "reward" in record
+        ]
+        return math.fsum(rewards) / max(len(rewards), 1)
 
     def train(self) -> None:
         """Execute the final run, and a second one if a run of the search was better."""
@@ -366,7 +411,8 @@ class _Tuning:
             return  # the phone already has a run of this name
         train = summary["train"]
         best = None if train["best_value"] is None else -float(train["best_value"])
-        again = decisions.shorter(record.recorded_fact("trials") or [], best, train["steps"])
+        trials, is_reward = record.recorded_fact("trials") or [], settings.reward is not None
+        again = decisions.shorter(trials, best, train["steps"], is_reward)
         if again and not record.recorded_fact("first_run"):
             record.decide(*again)
             print(f"a shorter run was better: {again[0].why}")
@@ -424,6 +470,8 @@ class _Tuning:
         heads = self._settings.out / (self._record.recorded_fact("heads") or "")
         return {
             **self._changed_settings("overflow", "max_dropped", "weight_decay", *_EXAMPLES, *_OBJECTIVE),
+            **self._changed_settings("reward", *_REWARD),
+            "epsilon": value("epsilon"),
             "beta": value("beta"),
             "heads_of": heads if heads.is_file() else None,
             "bundle": self._folder,

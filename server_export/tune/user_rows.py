@@ -8,7 +8,7 @@ from typing import Any
 
 from prge.cli.field_types import Paths
 from prge.data.example_building import build_examples
-from prge.data.forms.form import find_form
+from prge.data.forms.form import Form, find_form
 from prge.data.forms.task import load_task
 from prge.data.options import BuildOptions, Overflow
 from prge.data.readers.files import Row, Selection, select_rows
@@ -59,10 +59,7 @@ class UserRows:
     @property
     def chat(self) -> str:
         """How rows use a chat template: `needs`, `takes` if there is one, or "" for neither."""
-        train = self._sources["train"]
-        if self._task:
-            return ""
-        return find_form(train.rows, train.name, train.renamed, objective=self._settings.objective).chat
+        return "" if self._task else self._form(self._sources["train"]).chat
 
     @property
     def is_generative(self) -> bool:
@@ -173,8 +170,12 @@ class UserRows:
             sources, part, self._settings.columns, broken, self._settings.objective, self._task
         )
         if not self._task:  # rows of no form are refused before anything else is done
-            find_form(source.rows, source.name, source.renamed, objective=self._settings.objective)
+            self._form(source)
         return source
+
+    def _form(self, source: RowSource) -> Form:
+        """Return the form of the rows of a part; raises DataError if they have none."""
+        return find_form(source.rows, source.name, source.renamed, objective=self._settings.objective)
 
     def _options(self, overflow: Overflow, **more: Any) -> BuildOptions:
         """Return the options for building examples."""

@@ -64,16 +64,24 @@ def verbs(workshop: Path, tmp_path: Path) -> dict[str, Callable[[], Arguments]]:
     task = ["--task", workshop / "task.yaml"]
     out = tmp_path / "out"
     train = ["--train", workshop / "train.jsonl", *task, "--out", out, "--steps", 2, "--threads", 1]
+    (tmp_path / "reward.yaml").write_text("rewards: [{rule: contains, words: [a]}]")
+    reward = ["--reward", tmp_path / "reward.yaml", "--max-completion-length", 16]
+    prompts = ["--train", workshop / "train.jsonl", *reward, *train[4:]]
     fleet = [*train[:-4], "--devices", 2, "--rounds", 1, "--examples", 2]
     return {
         "run": lambda: ["run", *bundle, *train],
+        "run es": lambda: ["run", *bundle, *prompts, "--objective", "es"],
+        "run grpo": lambda: ["run", *bundle, *prompts, "--dev", workshop / "dev.jsonl", "--beta", 0.1],
         "eval": lambda: ["eval", *bundle, "--data", workshop / "dev.jsonl", *task],
+        "eval by a reward": lambda: ["eval", *bundle, "--data", workshop / "dev.jsonl", *reward],
         "generate": lambda: ["generate", *bundle, "--prompt", "aa", "--max-tokens", 4],
         "fleet simulate": lambda: ["fleet", "simulate", *bundle, *fleet],
     }
 
 
-@pytest.mark.parametrize("verb", ["run", "eval", "generate", "fleet simulate"])
+@pytest.mark.parametrize(
+    "verb", ["run", "run es", "run grpo", "eval", "eval by a reward", "generate", "fleet simulate"]
+)
 def test_too_little_memory_is_refused_with_the_minimum_which_suffices(
     verbs: dict[str, Callable[[], Arguments]], verb: str, tmp_path: Path
 ) -> None:

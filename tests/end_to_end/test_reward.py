@@ -94,7 +94,7 @@ def test_code_of_another_persons_run_is_not_executed(workshop: Path, rows: Path,
     own = f"{tmp_path}/reward.py:vowels"
     (run / "config.yaml").write_text(config.replace(own, f"{run}/evil.py"))
     refused = prge("run", "--resume", run, check=False)
-    assert refused.returncode == 2 and "code, or paths outside" in refused.stderr
+    assert refused.returncode == 2 and "paths outside of its folder, or code, " in refused.stderr
     assert f"--reward {run}/evil.py" in refused.stderr
 
 

@@ -8,8 +8,9 @@ grpo    policy gradients: completions by the adapter itself, and the gradient of
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
+from prge.cli.bounds import flag
 from prge.objectives.policy_gradient import LossType, RewardScale
 from prge.objectives.preferences import ObjectiveName
 from prge.training.estimators.differences import Differences
@@ -44,6 +45,39 @@ class RewardFlags:
     reward_shaping: RewardShaping = "standardized"
     """es: mean rewards of the copies in units of their standard deviation; ranked: their ranks, which ignores
     outliers; none: as they are."""
+
+
+def reward_problems(
+    settings: RewardFlags, reward: str | None, objective: ObjectiveName, task: str | None
+) -> list[str]:
+    """Return the problems of settings with a reward, or of settings that need one.
+
+    Args:
+        settings: settings of learning from a reward.
+        reward: the reward that the user names; None: none.
+        objective: the objective that the user names.
+        task: the task that the user names.
+    """
+    if reward is None:
+        problems = [
+            f"{flag(each.name)} is for --reward, which isn't given"
+            for each in fields(RewardFlags)
+            if getattr(settings, each.name) != each.default
+        ]
+        if objective in REWARD_OBJECTIVES:
+            problems.append(f"--objective is {objective}, which needs a --reward")
+        return problems
+    problems = []
+    if objective not in ("auto", *REWARD_OBJECTIVES):
+        problems.append(
+            f"--reward with --objective {objective}, which learns from answers: set only one of them"
+        )
+    if task is not None:
+        problems.append(
+            f"--task is {task}, but --reward learns from completions of prompts, and reads all columns of a "
+            "row: leave --task out"
+        )
+    return problems
 
 
 def reward_estimator(

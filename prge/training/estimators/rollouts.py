@@ -11,6 +11,8 @@ from prge.formats.adapter import Adapter
 from prge.formats.journal import Record
 from prge.objectives.examples import Example
 
+# Completions that are generated at once.
+ROLLOUT_SLOTS = 16
 # A completion with at least this reward solves its prompt.
 SOLVED = 1.0
 # Fields of a step's record: mean and standard deviation of the rewards, share of completions that solve their

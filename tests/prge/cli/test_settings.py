@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from prge.cli.field_types import Bytes, Paths
 from prge.cli.help import field_help
+from prge.cli.inputs import RewardInput
 from prge.cli.outputs import OutputFile, OutputFolder
 from prge.cli.settings import (
     parse_settings,
@@ -291,6 +292,30 @@ class Everywhere:
     task: str | None = None
     words: list[str] = field(default_factory=list)
     resume: Path | None = None
+
+
+@dataclass(frozen=True)
+class Rewarded:
+    """Settings with a reward."""
+
+    STORED: ClassVar = "config.yaml"
+
+    out: OutputFolder
+    reward: RewardInput | None = None
+    resume: Path | None = None
+
+
+def test_code_of_a_foreign_folder_is_refused_wherever_it_is(tmp_path: Path) -> None:
+    """The function of a reward runs with the user's rights; rules in YAML do not."""
+    config, arguments = tmp_path / "config.yaml", ["--resume", str(tmp_path)]
+    for word in (f"{tmp_path}/reward.py:score", f"{tmp_path}/reward.py", "/etc/reward.yaml"):
+        config.write_text(f"reward: {word}\n")
+        with raises(ConfigError, "path-outside", containing=word) as caught:
+            parse_settings(Rewarded, arguments, "prge")
+        assert "or code" in caught.value.what
+        parse_settings(Rewarded, [*arguments, "--reward", word], "prge")
+    config.write_text(f"reward: {tmp_path}/reward.yaml\n")
+    assert parse_settings(Rewarded, arguments, "prge").reward == f"{tmp_path}/reward.yaml"
 
 
 def test_outside_paths_in_settings_of_a_foreign_folder_are_refused(

@@ -184,6 +184,21 @@ def test_the_best_rate_is_that_of_the_longest_trials() -> None:
     assert decisions.best_rate(trials).value == 0.001
 
 
+def test_the_best_rate_for_a_reward_has_the_highest_one() -> None:
+    decision = decisions.best_rate(
+        [(0.001, 20, -0.25), (0.01, 20, -0.5), (0.1, 20, math.inf)], is_reward=True
+    )
+    assert decision.value == 0.01
+    assert decision.why == "reward 0.5 after 20 steps; 0.25 with 0.001, -inf with 0.1"
+    epsilon = decisions.best_epsilon({0.01: -0.5, 0.03: -0.75})
+    assert epsilon.value == 0.03 and epsilon.why.endswith("0.75 with 0.03, 0.5 with 0.01")
+
+
+def test_prompts_of_a_reward_are_read_less_often() -> None:
+    prompts = replace(facts(rows=200), objective="grpo")
+    assert decisions.steps(prompts, 8).value == 100 < decisions.steps(facts(rows=200), 8).value
+
+
 def test_rates_that_all_diverge_are_an_error() -> None:
     with raises(ConfigError, "all-rates-diverged", containing="0.001, 0.01"):
         decisions.best_rate([(0.001, 10, math.inf), (0.01, 10, math.inf)])
@@ -230,6 +245,13 @@ def test_the_final_run_stays_if_no_short_run_was_better(
     trials: list[tuple[float, int, float]], best: float | None
 ) -> None:
     assert decisions.shorter(trials, best, 300) == []
+
+
+def test_a_short_run_with_an_equal_reward_is_not_repeated() -> None:
+    trials = [(0.01, 20, -0.5 - 1e-7)]
+    assert decisions.shorter(trials, -0.5, 300, is_reward=True) == []
+    rate, _ = decisions.shorter(trials, -0.25, 300, is_reward=True)
+    assert rate.why == "reward 0.5 after 20 steps with 0.01, at best 0.25 in 300 steps"
 
 
 def test_rows_of_messages_get_a_template_if_there_is_none() -> None:

@@ -6,7 +6,14 @@ import math
 
 import pytest
 
-from server_export.tune.rates import best_rate, grid_losses, longest_search, rates_around, search_rates
+from server_export.tune.rates import (
+    best_rate,
+    grid_losses,
+    longest_search,
+    rates_around,
+    search_epsilons,
+    search_rates,
+)
 
 GRID = (1e-3, 3e-3, 1e-2, 3e-2)
 
@@ -93,3 +100,16 @@ def test_after_failures_lower_rates_are_tried_and_a_single_rate_is_not_extended(
     assert best_rate(grid_losses(lambda rate: math.nan, [0.1], 3, 1)) is None
     assert best_rate({0.3: 1.0, 0.1: 1.0}) == 0.1
     assert len(grid_losses(lambda rate: rate, [0.1], 3, 1)) == 1
+
+
+@pytest.mark.parametrize(
+    ("optimum", "chosen", "trials"), [(0.01, 0.01, 3), (0.2, 0.09, 4), (1e-4, 0.00111, 4)]
+)
+def test_sizes_of_perturbations_are_searched_around_the_default(
+    optimum: float, chosen: float, trials: int
+) -> None:
+    losses = search_epsilons(lambda epsilon: abs(math.log(epsilon / optimum)), 0.01)
+    assert (best_rate(losses), len(losses)) == (chosen, trials) and 0.01 in losses
+    # The default had a run in the search for the learning rate.
+    more = len(longest_search(4, 240, with_epsilons=True)) - len(longest_search(4, 240))
+    assert len(losses) - 1 <= more
