@@ -23,7 +23,7 @@ from device_runner.android.push import rows_on_device, send_adapter, send_bundle
 from device_runner.session.generation import BASE, STDIN, adapter_source
 from prge.cli.bounds import flag
 from prge.cli.combined_settings import combine_settings, shared_values
-from prge.cli.inputs import PART_OF_ROWS, Input, input_settings, split_reward
+from prge.cli.inputs import PART_OF_ROWS, Input, input_settings, join_reward, split_reward
 from prge.cli.outputs import Output, output_settings
 from prge.cli.settings import parse_settings
 from prge.data.tokenization.inputs import read_input_text
@@ -215,7 +215,7 @@ class RemoteCall:
                 return [read_input_text(sys.stdin) if text == STDIN else text for text in value]
             case Input.REWARD:
                 path, function = split_reward(value)
-                return ":".join(filter(None, [self.phone.send_file(path), function]))
+                return join_reward(self.phone.send_file(path), function)
             case _ if source in PART_OF_ROWS:
                 return rows_on_device(
                     self.phone, value, flag(name), PART_OF_ROWS[source], self.flags.data_on_device

@@ -65,6 +65,11 @@ def split_reward(word: str) -> tuple[Path, str]:
     return (Path(path), function) if separator and path.endswith(".py") else (Path(word), "")
 
 
+def join_reward(path: Path | str, function: str) -> str:
+    """Return the word that names a reward; see `split_reward`."""
+    return f"{path}:{function}" if function else str(path)
+
+
 def input_settings(settings_type: type[Any]) -> Mapping[str, Input]:
     """Return the inputs among the settings of a class, by name."""
     return find_marks(settings_type, Input)

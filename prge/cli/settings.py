@@ -61,6 +61,7 @@ from prge.cli.field_types import (
 )
 from prge.cli.help import field_help, is_required, print_settings_help
 from prge.cli.hints import closest_match, current_name, suggest_setting
+from prge.cli.inputs import Input, input_settings, join_reward, split_reward
 from prge.cli.outputs import check_outputs, output_settings
 from prge.errors import LONGEST_VALUE, ConfigError, RunError, format_value, shortened
 from prge.formats.documents import MAX_YAML_BYTES, DocumentError, parse_yaml, read_document
@@ -78,6 +79,8 @@ _HUB_PAGE = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/(?:datase
 _OF_HUB = ("model", "data", "train", "dev", "test", "push")
 # Settings of type str that may name a file or folder.
 PATH_LIKE_SETTINGS = ("model", "task", "adapter", "chat_template", "push", "phone_folder")
+# What settings of another person's folder may not name.
+_UNTRUSTED = "code, or paths outside of its folder,"
 # Current values of settings by the values of the previous version, which are accepted with a warning.
 RENAMED_VALUES = {
     "roles": {old: new for old, new in ROLES.items() if old != new},
@@ -225,6 +228,10 @@ def with_absolute_paths(
         path = Path(getattr(settings, name, None) or "")
         if path.is_file() or (name in path_texts and path.name and path.exists()):
             paths[name] = str(path.resolve())
+    for name, source in input_settings(type(settings)).items():
+        if source is Input.REWARD and (word := getattr(settings, name)):
+            path, function = split_reward(word)
+            paths[name] = join_reward(path.resolve(), function)
     return dataclasses.replace(settings, **paths)  # type: ignore[type-var]
 
 
@@ -454,20 +461,21 @@ def _stored_settings(
     if content is None or has_own_signature(content, path.name):
         return entries
     field_types, outputs = _field_types(settings_type), output_settings(settings_type)
+    code = {name for name, each in input_settings(settings_type).items() if each is Input.REWARD}
     refused = {
         entry.key: texts
         for entry in entries
         if entry.key not in overridden
-        and (contains_path_type(field_types[entry.key]) or entry.key in PATH_LIKE_SETTINGS)
+        and (contains_path_type(field_types[entry.key]) or entry.key in {*PATH_LIKE_SETTINGS, *code})
         if (texts := [each for each in _as_list(entry.value) if isinstance(each, str) and each != "null"])
-        and any(is_outside(path.parent, each, entry.key in outputs) for each in texts)
+        and (entry.key in code or any(is_outside(path.parent, each, entry.key in outputs) for each in texts))
     }
     if refused:
         flags = shlex.join(word for key, texts in refused.items() for word in (flag(key), *texts))
         raise ConfigError(
-            f"{path} names paths outside of its folder and wasn't written by your prge:",
+            f"{path} names {_UNTRUSTED} and wasn't written by your prge:",
             [f"{key}: {', '.join(map(format_value, texts))}" for key, texts in refused.items()],
-            remedy=remedy or f"if you trust these paths, give them again: {flags}",
+            remedy=remedy or f"if you trust them, give them again: {flags}",
             code="path-outside",
         )
     return entries

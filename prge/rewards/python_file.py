@@ -129,6 +129,6 @@ def _pipe(stream: IO[bytes] | None) -> IO[bytes]:
 def _last_line(traceback: object) -> str:
     """Return the last line of a traceback, with the line of the user's file that it names."""
     lines = [line.strip() for line in str(traceback).strip().splitlines() if line.strip()]
-    places = [line for line in lines if line.startswith("File ")]
-    where = f" ({places[-1].rpartition(', in')[0]})" if places else ""
+    positions = [line for line in lines if line.startswith("File ")]
+    where = f" ({positions[-1].rpartition(', in')[0]})" if positions else ""
     return f"{lines[-1] if lines else 'without a message'}{where}"

@@ -2,21 +2,24 @@
 
     python scripts/bench/trl_grpo_steps.py SETTINGS.json
 
-The settings have `model`, `adapter` (a PEFT folder to start from), `out`, `prompts` (texts, in the order of
-training), `rewards` and `completions` (for each step that samples, the rewards and the token ids of its
-completions, prompt after prompt) or `reward` (a file as --reward takes it), and the arguments of TRL's
-GRPOConfig in `grpo`. Prints JSON: the `losses` of all steps and their `seconds`; the adapter is written to
-`out`/adapter.
+The settings have `model`, `adapter` (a PEFT folder to start from), `out`, `rows` (a jsonl file with prompts,
+in the order of training unless `grpo` shuffles them), the arguments of TRL's GRPOConfig in `grpo`, and either
+`rewards` and `completions` (for each step that samples, the rewards and the token ids of its completions,
+prompt after prompt) or `reward` (a file as --reward takes it). Prints JSON: the `losses` of all steps and
+their `seconds`, the `tokens` of all completions, and `memory_mb`; the adapter is written to `out`/adapter.
 """
 
 from __future__ import annotations
 
 import json
+import resource
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from prge.rewards.opening import open_reward
 
 
 def main() -> None:
@@ -34,6 +37,8 @@ def take_steps(settings: Mapping[str, Any]) -> dict[str, Any]:
 
     losses: list[float] = []
     times: list[float] = []
+    tokens = 0
+    rows = [json.loads(line) for line in Path(settings["rows"]).read_text(encoding="utf-8").splitlines()]
     tokenizer = AutoTokenizer.from_pretrained(settings["model"])
     base = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32)
 
@@ -57,29 +62,31 @@ def take_steps(settings: Mapping[str, Any]) -> dict[str, Any]:
             """See transformers.TrainerCallback."""
             times[-1] += time.perf_counter()
 
-    rewards, completions = iter(settings["rewards"]), iter(settings["completions"])
+    recorded, sampled = (iter(settings.get(name, ())) for name in ("rewards", "completions"))
+    reward = open_reward(settings["reward"]) if "reward" in settings else None
 
-    def recorded_reward(completions: Any, **_: Any) -> Any:
-        return next(rewards)
+    def rewards(prompts: Any, completions: Any, completion_ids: Any, **columns: Any) -> Any:
+        nonlocal tokens
+        tokens += sum(map(len, completion_ids))
+        if reward is None:
+            return next(recorded)
+        texts = [each if isinstance(each, str) else each[0]["content"] for each in completions]
+        cells = [{name: values[index] for name, values in columns.items()} for index in range(len(texts))]
+        return [reward(prompt, text, row) for prompt, text, row in zip(prompts, texts, cells, strict=True)]
 
-    def recorded_rollouts(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    def rollouts(prompts: list[str], trainer: Any) -> dict[str, Any]:
         return {
             "prompt_ids": [tokenizer(prompt)["input_ids"] for prompt in prompts],
-            "completion_ids": next(completions),
+            "completion_ids": next(sampled),
             "logprobs": None,
         }
 
     trainer = RecordingTrainer(
         PeftModel.from_pretrained(base, settings["adapter"], is_trainable=True),
-        reward_funcs=recorded_reward,
-        rollout_func=recorded_rollouts,
+        reward_funcs=rewards,
+        rollout_func=None if reward is not None else rollouts,
         args=GRPOConfig(
             output_dir=settings["out"],
-            num_train_epochs=1,
-            optim="sgd",
-            lr_scheduler_type="constant",
-            max_grad_norm=0.0,
-            shuffle_dataset=False,
             gradient_checkpointing=False,
             bf16=False,
             use_cpu=True,
@@ -88,13 +95,14 @@ def take_steps(settings: Mapping[str, Any]) -> dict[str, Any]:
             disable_tqdm=True,
             **settings["grpo"],
         ),
-        train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in settings["prompts"]]),
+        train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
         callbacks=[Clock()],
     )
     trainer.train()
     trainer.model.save_pretrained(Path(settings["out"], "adapter"))
-    return {"losses": losses, "seconds": times}
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+    return {"losses": losses, "seconds": times, "tokens": tokens, "memory_mb": peak}
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ RATES = {
 # Settings of a comparison of memory: a few steps, and few rows to score.
 SHORT = {"budget": "steps", "budget_value": 4, "evaluation_growth": 1e3, "dev_limit": 16, "test_limit": 16}
 GROWTH = 2.2  # of passes from evaluation to evaluation
-SHAPES = ((1, 64), (4, 64), (16, 64), (1, 256), (4, 256))
+SHAPES = ((1, 64), (4, 64), (1, 256))
 SCRIPTS = Path(__file__).parents[1]
 
 

@@ -77,5 +77,8 @@ def shape_rewards(rewards: Float64Array, shaping: RewardShaping) -> Float64Array
         below = (rewards[None] < rewards[:, None]).sum(-1) + 0.5 * (rewards[None] == rewards[:, None]).sum(-1)
         ranks: Float64Array = (below - 0.5) / (len(rewards) - 1) - 0.5
         return ranks
-    spread = float(rewards.std())
-    return (rewards - rewards.mean()) / spread if spread else np.zeros_like(rewards)
+    if np.ptp(rewards) == 0:  # their mean may differ by rounding
+        return np.zeros_like(rewards)
+    scaled = (rewards - rewards.mean()) / np.ptp(rewards)  # squares of tiny rewards would be 0
+    standardized: Float64Array = scaled / scaled.std()
+    return standardized

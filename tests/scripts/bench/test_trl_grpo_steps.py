@@ -56,16 +56,19 @@ def trl_steps(bundle: Path, folder: Path, steps: list[dict[str, Any]], **grpo: A
     """Take the same steps with TRL's trainer and return their losses."""
     rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
     sampled = [step for step in steps if "completions" in step]
+    order = [number for step in sampled for number in step["rows"]]
+    ordered = write_rows(folder / "ordered.jsonl", [rows[number - 1] for number in order])
     every = [[each for group in step["completions"] for each in group] for step in sampled]
     settings = {
         "model": str(DEMO / "model"), "adapter": str(bundle / "adapter"), "out": str(folder / "trl"),
-        "prompts": [rows[number - 1]["prompt"] for step in sampled for number in step["rows"]],
+        "rows": str(ordered),
         "completions": [[each["tokens"] for each in completions] for completions in every],
         "rewards": [[each["reward"] for each in completions] for completions in every],
         "grpo": {
             "per_device_train_batch_size": BATCH * GENERATIONS, "num_generations": GENERATIONS,
             "num_iterations": ITERATIONS, "max_completion_length": LENGTH, "learning_rate": RATE,
-            "steps_per_generation": 1, **grpo,
+            "steps_per_generation": 1, "optim": "sgd", "lr_scheduler_type": "constant", "max_grad_norm": 0.0,
+            "shuffle_dataset": False, "num_train_epochs": 1, **grpo,
         },
     }  # fmt: skip
     (folder / "trl.json").write_text(json.dumps(settings))
@@ -84,7 +87,7 @@ def trl_steps(bundle: Path, folder: Path, steps: list[dict[str, Any]], **grpo: A
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="takes the package trl")
 @pytest.mark.parametrize(
-    ("ours", "theirs"),
+    ("words", "grpo"),
     [
         ((), {"beta": 0.0, "loss_type": "grpo", "scale_rewards": "group"}),
         (
@@ -99,10 +102,10 @@ def trl_steps(bundle: Path, folder: Path, steps: list[dict[str, Any]], **grpo: A
     ids=["grpo", "dr_grpo", "bnpo"],
 )
 def test_losses_and_updates_are_those_of_trl(
-    ours: tuple[object, ...], theirs: dict[str, Any], demo_bundle: Path, tmp_path: Path
+    words: tuple[object, ...], grpo: dict[str, Any], demo_bundle: Path, tmp_path: Path
 ) -> None:
-    run, steps = engine_run(demo_bundle, tmp_path, *ours)
-    expected = trl_steps(demo_bundle, tmp_path, steps, **theirs)
+    run, steps = engine_run(demo_bundle, tmp_path, *words)
+    expected = trl_steps(demo_bundle, tmp_path, steps, **grpo)
     losses = np.array([step["loss"] for step in steps])
     assert len(expected) == STEPS and np.ptp(losses) > 1e-4
     np.testing.assert_allclose(losses, expected, atol=1e-4 * np.abs(losses).max())
