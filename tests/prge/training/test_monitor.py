@@ -69,8 +69,8 @@ def test_steps_from_which_nothing_can_be_learned_are_reported_once_and_counted(t
         monitor.on_step({**equal, "step": 0, "reward_std": 0.5, "equal_rewards": False}, measurement)
         monitor.on_step({**equal, "step": 1}, measurement)
         monitor.on_step({**equal, "step": 2}, measurement)
-    (told,) = (line for line in log() if "nothing to learn" in line)
-    assert told == "step 2: all completions have the reward 0.5: there is nothing to learn from this step"
+    (reported,) = (line for line in log() if "nothing to learn" in line)
+    assert reported == "step 2: all completions have the reward 0.5: there is nothing to learn from this step"
     # A resumed run counts the steps of earlier processes.
     with RunMonitor(settings, 3, lambda step: step, lambda: ({}, {})) as monitor:
         monitor.on_step({**equal, "step": 3}, measurement)

@@ -37,7 +37,7 @@ class GivenRollouts:
         """See RolloutSource."""
         assert np.shape(self.rewards) == (len(adapters), len(prompts), count)
         return [
-            [[Rollout((3, 4 + place), each) for place, each in enumerate(group)] for group in groups]
+            [[Rollout((3, 4 + index), each) for index, each in enumerate(group)] for group in groups]
             for groups in self.rewards
         ]
 
