@@ -1,7 +1,7 @@
 """The whole workflow on an included tiny model, with one command for each step.
 
 tune, killed before its end -> resume -> two more estimators -> write answers -> correct 40 answers
--> a table and a chart
+-> learn from a reward alone -> a table and a chart
 
 With --model smollm2, a pretrained model learns an everyday task (notes_demo.py).
 """
@@ -13,7 +13,7 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -42,6 +42,13 @@ WRITING = """--estimator exact --steps 300 --learning-rate 0.01 --eval-steps 0 -
 BETTER = {"terrible": "awful", "great": "lovely"}
 CORRECTED, COMPARED = 40, 100
 CORRECTING = """--estimator exact --epochs 20 --learning-rate 0.01 --eval-steps 0 --batch-size 4""".split()
+# Rows teach two words for each mood; one row in four has the word that a reward later asks for.
+RARER, ONE_IN = {"terrible": "sad", "great": "happy"}, 4
+TWO_WORDS = """--estimator exact --steps 150 --learning-rate 0.01 --eval-steps 0 --sample-every 0
+    --batch-size 4 --optimizer adam --lr-scheduler-type cosine""".split()
+REWARD = "rewards: [{rule: match, column: wanted}]\n"
+REWARDED = """--objective es --queries 8 --batch-size 4 --steps 24 --epsilon 0.05 --learning-rate 0.03
+    --max-completion-length 4 --dev-limit 50 --eval-steps 12""".split()
 _STEPS_BEFORE_THE_KILL = 40
 
 
@@ -79,12 +86,12 @@ def demo(out: Path) -> dict[str, Any]:
     out.mkdir(parents=True, exist_ok=True)
     begin, tuned = time.perf_counter(), out / "tuned"
     task = ["--task", TASK]
-    print("\n1/5  tune it with one command; the run is killed and resumed", flush=True)
+    print("\n1/6  tune it with one command; the run is killed and resumed", flush=True)
     rows = ["--data", TRAIN, "--dev", DEV, "--test", TEST, *task]
     run_and_kill(tuned / "run", "tune", "--model", MODEL, *EXPORT, *rows, "--out", tuned)
     run_verb("tune", "--resume", tuned, "--json", out / "tuned.json")
     figures_of_tune = read_json(out / "tuned.json")
-    print("\n2/5  train it twice more on the same bundle, with forward passes only", flush=True)
+    print("\n2/6  train it twice more on the same bundle, with forward passes only", flush=True)
     methods = {}
     for name, estimator in METHODS.items():
         data = ["--bundle", tuned / "bundle", "--train", TRAIN, "--dev", DEV, *task, "--out", out / name]
@@ -93,17 +100,20 @@ def demo(out: Path) -> dict[str, Any]:
         run_verb("eval", tuned / "bundle", "--data", TEST, *task, "--adapter", out / name, "--json", score)
         methods[name] = _figures(out / name, read_json(score))
     methods["exact"] = _figures(tuned / "run", figures_of_tune["score_after"])
-    print("\n3/5  train it to write its answer, and compare before and after", flush=True)
+    print("\n3/6  train it to write its answer, and compare before and after", flush=True)
     samples = _compare_writing(out, tuned / "bundle")
-    print(f"\n4/5  correct {CORRECTED} of its answers, and train on the corrections", flush=True)
+    print(f"\n4/6  correct {CORRECTED} of its answers, and train on the corrections", flush=True)
     corrected = _train_on_corrections(out, tuned / "bundle")
-    print("\n5/5  draw the curves", flush=True)
+    print("\n5/6  learn from a reward alone: a rule asks for the rarer of two words", flush=True)
+    rewarded = learn_from_reward(out, tuned / "bundle")
+    print("\n6/6  draw the curves", flush=True)
     run_verb("report", *(out / name for name in METHODS), tuned / "run", "--out", out / "report.html")
     return {
         "accuracy_before": figures_of_tune["score_before"]["accuracy"],
         "methods": methods,
         "samples": samples,
         "corrected": corrected,
+        "rewarded": rewarded,
         "seconds": time.perf_counter() - begin,
     }
 
@@ -128,7 +138,7 @@ def _compare_writing(out: Path, bundle: Path) -> dict[str, Any]:
     unseen = {task.label(row.fields): row.fields for row in read_rows(TEST)}
     prompts = [{"prompt": task.prompt(row)} for row in unseen.values()]
     for name, lines in (("answers", answers), ("prompts", prompts)):
-        (out / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        _write_rows(out / f"{name}.jsonl", lines)
     data = ["--train", out / "answers.jsonl", "--sample-prompts", out / "prompts.jsonl"]
     run_verb("run", "--bundle", bundle, *data, *WRITING, "--out", out / "writing")
     samples: dict[str, Any] = read_json(out / "writing" / "run.json")["train"]["samples"]
@@ -156,6 +166,37 @@ def _train_on_corrections(out: Path, bundle: Path) -> dict[str, float]:
     return shares
 
 
+def learn_from_reward(out: Path, bundle: Path) -> dict[str, float]:
+    """Teach the model two words for each mood, and then the rarer one by a reward, without answers.
+
+    Returns the share of development prompts that it answers with that word, before and after.
+    """
+    train, dev = _moods(TRAIN), _moods(DEV)
+    answers = [
+        {"prompt": prompt, "completion": f" {word if number % ONE_IN else RARER[word]}"}
+        for number, (prompt, word) in enumerate(train)
+    ]
+    _write_rows(out / "two-words.jsonl", answers)
+    for name, rows in (("train", train), ("dev", dev)):
+        wanted = [{"prompt": prompt, "wanted": RARER[word]} for prompt, word in rows]
+        _write_rows(out / f"wanted-{name}.jsonl", wanted)
+    answers_data = ["--train", out / "two-words.jsonl", "--out", out / "two-words"]
+    run_verb("run", "--bundle", bundle, *answers_data, *TWO_WORDS)
+    (out / "reward.yaml").write_text(REWARD, encoding="utf-8")
+    prompts_data = ["--train", out / "wanted-train.jsonl", "--dev", out / "wanted-dev.jsonl"]
+    start = ["--bundle", bundle, "--adapter", out / "two-words", "--reward", out / "reward.yaml"]
+    run_verb("run", *start, *prompts_data, *REWARDED, "--out", out / "rewarded")
+    evaluations = read_json(out / "rewarded" / "run.json")["train"]
+    return {"before": evaluations["before"]["solved"], "after": evaluations["best"]["solved"]}
+
+
+def _moods(path: Path) -> list[tuple[str, str]]:
+    """Return the prompts of the task's rows, and the words for their moods."""
+    task = load_task(str(TASK))
+    rows = [row.fields for row in read_rows(path)]
+    return [(task.prompt(row), task.candidates(row)[task.label(row)].strip()) for row in rows]
+
+
 def _wanted_answer(row: Row) -> str:
     """Return the answer that a user prefers for a text."""
     task = load_task(str(TASK))
@@ -165,10 +206,14 @@ def _wanted_answer(row: Row) -> str:
 def _answers(out: Path, bundle: Path, adapter: str, rows: Sequence[Row]) -> list[str]:
     """Return the answers of an adapter to texts."""
     task, prompts = load_task(str(TASK)), out / "unseen-prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": task.prompt(row.fields)}) + "\n" for row in rows))
+    _write_rows(prompts, [{"prompt": task.prompt(row.fields)} for row in rows])
     arguments = ["generate", "--bundle", bundle, "--adapter", out / adapter, "--data", prompts]
     output = output_of(*arguments, "--json", "--max-tokens", 6)
     return [str(json.loads(line)["text"]) for line in output.splitlines()]
+
+
+def _write_rows(path: Path, rows: Sequence[Mapping[str, str]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def run_and_kill(run: Path, *arguments: object, output: TextIO = sys.stdout) -> None:
@@ -207,9 +252,11 @@ def _table(figures: dict[str, Any], out: Path) -> str:
             f"  after:  {after['text'].strip()}",
         ]
     shares = " -> ".join(f"{share:.0%}" for share in figures["corrected"].values())
+    solved = " -> ".join(f"{share:.0%}" for share in figures["rewarded"].values())
     lines += [
         "",
         f"{CORRECTED} answers corrected; wanted answers among {COMPARED} others: {shares}",
+        f"reward alone: {solved} of development prompts solved",
         "",
         f"total seconds: {figures['seconds']:.1f}",
         f"report:   {out / 'report.html'}",

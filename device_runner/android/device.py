@@ -73,8 +73,9 @@ class Job:
         settings = self.summary.get("run", {}).get("settings", {})
         if "step" in self.last:
             facts.append(f"step {self.last['step']} of {settings.get('steps', '?')}")
-        if isinstance(self.last.get("loss"), float):
-            facts.append(f"loss {self.last['loss']:.4g}")
+        shown = "reward" if isinstance(self.last.get("reward"), float) else "loss"
+        if isinstance(self.last.get(shown), float):
+            facts.append(f"{shown} {self.last[shown]:.4g}")
         if isinstance(self.last.get("seconds"), float):
             facts.append(f"{self.last['seconds']:.0f} s")
         if self.state == "ended" and "run" in self.summary:

@@ -26,7 +26,20 @@ NONE = "–"
 SMOOTHING = 0.9
 MAX_SAMPLES = 20
 LONGEST_VALUE = 2000
+# Values of runs that learn from a reward, with the captions of their charts.
+_REWARD_CURVES = {
+    "reward": "Mean reward. The faint line shows the reward of each step.",
+    "solved": "Share of completions that solve their prompts.",
+    "completion_length": "Mean length of completions.",
+    "kl": "Divergence from the adapter at the start.",
+}
+_TITLES = {
+    "solved": "share solved",
+    "completion_length": "tokens per completion",
+    "kl": "nats per token",
+}
 AXES = {"step": "steps", "forward_passes": "forward passes", "seconds": "seconds"}
+_COUNTED = {"tokens": "training tokens", "completion_tokens": "tokens of completions"}
 _STATUS = {
     "completed": "It took all of its steps",
     "stopped early": "It stopped early because scores of development rows no longer improved",
@@ -86,8 +99,16 @@ def _together(runs: Sequence[RunFacts], names: Sequence[str]) -> Iterator[Block]
     """Yield charts that compare all runs: training loss and every metric, against each axis."""
     named = [(hue, *pair) for hue, pair in enumerate(zip(runs, names, strict=True))]
     for axis, label in AXES.items():
-        loss = [Line(name, _smoothed(run, axis), hue) for hue, run, name in named]
+        loss = [
+            Line(name, _smoothed(run, axis), hue) for hue, run, name in named if not run.learns_from_reward
+        ]
+        rewards = [
+            Line(name, _smoothed(run, axis, "reward"), hue)
+            for hue, run, name in named
+            if run.learns_from_reward
+        ]
         yield Picture(line_chart(loss, label, "training loss"), "Loss of training rows, smoothed.")
+        yield Picture(line_chart(rewards, label, "training reward"), "Reward of training steps, smoothed.")
         for score in sorted({run.score for run in runs if run.evaluations}):
             lines = [
                 Line(name, _points(run, "evaluation", [score], axis), hue, "marked")
@@ -130,12 +151,12 @@ def curves(run: RunFacts, word: Callable[[str], str] = str) -> Iterator[Picture]
         run: the run.
         word: translates the texts in the charts; by default they are in English.
     """
-    loss = [
-        Line("", _points(run, "step", ["loss"]), 0, "faint"),
-        Line(word("training rows, smoothed"), _smoothed(run), 0),
-        Line(word("development rows"), _points(run, "evaluation", ["loss"]), 1, "marked"),
-    ]
-    drawing = line_chart(loss, word("steps"), word("loss"))
+    if run.learns_from_reward:
+        for name, caption in _REWARD_CURVES.items():
+            drawing = line_chart(_curve(run, name, word), word("steps"), word(_title(name)))
+            yield Picture(drawing, word(caption))
+        return
+    drawing = line_chart(_curve(run, "loss", word), word("steps"), word("loss"))
     yield Picture(drawing, word("Loss. The faint line shows the loss of each step."))
     if run.score != "loss":
         title = word(_title(run.score))
@@ -145,25 +166,27 @@ def curves(run: RunFacts, word: Callable[[str], str] = str) -> Iterator[Picture]
         yield Picture(line_chart(points, word("steps"), title), caption)
 
 
+def _curve(run: RunFacts, name: str, word: Callable[[str], str]) -> list[Line]:
+    """Return the lines of a value: of each step, smoothed, and of development rows."""
+    return [
+        Line("", _points(run, "step", [name]), 0, "faint"),
+        Line(word("training rows, smoothed"), _smoothed(run, name=name), 0),
+        Line(word("development rows"), _points(run, "evaluation", [name]), 1, "marked"),
+    ]
+
+
 def _result(run: RunFacts) -> Iterator[Block]:
     """Yield a table of the first, the best and the last evaluation."""
     last = run.evaluations[-1] if run.evaluations else None
     rows: dict[int, tuple[str, ...]] = {}
-    score = run.score
+    shown = ("reward", "solved") if run.score == "reward" else tuple(dict.fromkeys(("loss", run.score)))
     for label, record in (("before", run.before), ("best", run.best), ("last", last)):
         if record is not None and record["step"] not in rows:
-            cells = [f"{record['step']:,}", _number(record["loss"])]
-            cells += [_number(record.get(score))] if score != "loss" else []
+            cells = [f"{record['step']:,}", *(_number(record.get(name)) for name in shown)]
             mark = "yes" if record["step"] == run.final_step else ""
             rows[record["step"]] = (label, mark or NONE, *cells)
     if rows:
-        header = (
-            "development rows",
-            "in final/",
-            "step",
-            "loss",
-            *([_title(score)] if score != "loss" else []),
-        )
+        header = ("development rows", "in final/", "step", *map(_title, shown))
         yield Table(header, tuple(rows.values()), labels=2)
 
 
@@ -248,7 +271,8 @@ def _costs(run: RunFacts) -> Iterator[Block]:
     """Yield a table of memory, time and speed."""
     memory, steps = _memory(run), [each for each in run.metrics if each["event"] == "step"]
     training = (_seconds(run) or 0.0) - (_float(run.train.get("evaluation_seconds")) or 0.0)
-    tokens = sum(_float(each.get("tokens")) or 0.0 for each in steps)
+    counted = "completion_tokens" if run.learns_from_reward else "tokens"
+    tokens = sum(_float(each.get(counted)) or 0.0 for each in steps)
     engine = sum(_float(each.get("engine_seconds")) or 0.0 for each in steps)
     speed = tokens / training if training > 0 and tokens else None
     facts = {
@@ -257,7 +281,7 @@ def _costs(run: RunFacts) -> Iterator[Block]:
         "time of steps": format_duration(training) if steps else None,
         "time of evaluations": _duration(run.train.get("evaluation_seconds")),
         "pauses": _duration(run.train.get("paused_seconds")),
-        "speed": f"{_number(speed)} training tokens per second" if speed else None,
+        "speed": f"{_number(speed)} {_COUNTED[counted]} per second" if speed else None,
         "share of the time in the engine": f"{min(1.0, engine / training):.0%}"
         if engine and training > 0
         else None,
@@ -406,10 +430,10 @@ def _points(run: RunFacts, event: str, names: Sequence[str], axis: str = "step")
     return list(zip(*series(run.metrics, event, axis, names), strict=True))
 
 
-def _smoothed(run: RunFacts, axis: str = "step") -> list[tuple[float, float]]:
-    """Return the points (axis, value) of the smoothed training loss."""
-    x, loss = series(run.metrics, "step", axis, ["loss"])
-    return list(zip(x, smooth(loss, SMOOTHING), strict=True))
+def _smoothed(run: RunFacts, axis: str = "step", name: str = "loss") -> list[tuple[float, float]]:
+    """Return the points (axis, value) of a smoothed value of the steps."""
+    x, values = series(run.metrics, "step", axis, [name])
+    return list(zip(x, smooth(values, SMOOTHING), strict=True))
 
 
 def _score(run: RunFacts, record: Record) -> str:
@@ -417,7 +441,7 @@ def _score(run: RunFacts, record: Record) -> str:
 
 
 def _title(score: str) -> str:
-    return score.replace("_", " ")
+    return _TITLES.get(score) or score.replace("_", " ")
 
 
 def _memory(run: RunFacts) -> Mapping[str, Any]:

@@ -98,6 +98,11 @@ class RunFacts:
         return next((name for name in SCORES if name in measured), "loss")
 
     @property
+    def learns_from_reward(self) -> bool:
+        """Whether the run learns from a reward; its loss is not shown, because it is the negative reward."""
+        return any(record.get("reward") is not None for record in self.metrics)
+
+    @property
     def status(self) -> str:
         """How the run ended, or `running`; `killed` if run.json doesn't record an end."""
         recorded = self.run.get("status")

@@ -55,12 +55,14 @@ def format_column_names(columns: Collection[str]) -> str:
     return printable(shortened(", ".join(map(str, columns)), LONGEST_COLUMNS)) or "none"
 
 
-def format_columns(read: Sequence[str], present: Sequence[str], renamed: Mapping[str, str]) -> str:
-    """Format which columns are read, from which columns of the file, and which are not read."""
+def format_columns(
+    read: Sequence[str], present: Sequence[str], renamed: Mapping[str, str], others: str = "not read"
+) -> str:
+    """Format which columns are read, from which columns of the file, and what the others are."""
     used = [column for column in present if column in read]
     names = [
         column if renamed.get(column, column) == column else f"{column} from {renamed[column]}"
         for column in used
     ]
     unread = [column for column in present if column not in used]
-    return format_column_names(names) + (f"; not read: {format_column_names(unread)}" if unread else "")
+    return format_column_names(names) + (f"; {others}: {format_column_names(unread)}" if unread else "")

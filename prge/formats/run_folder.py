@@ -59,6 +59,11 @@ _NUMBERS = (
     "margin",
     "chosen_change",
     "rejected_change",
+    "reward",
+    "solved",
+    "completion_tokens",
+    "completion_length",
+    "kl",
 )
 _MAX_NUMBER = 1e300
 # A lock file contains the id of the process that holds it, or nothing.

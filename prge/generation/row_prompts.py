@@ -36,6 +36,7 @@ def read_row_prompts(
     task: Task | None = None,
     system: Messages = (),
     variables: Mapping[str, Any] | None = None,
+    others: str = "not read",
 ) -> tuple[list[RowPrompt], list[str]]:
     """Return the prompts of a source's rows, and lines that say which columns were read.
 
@@ -46,6 +47,7 @@ def read_row_prompts(
         task: the task of the rows; None if their columns determine their form.
         system: a system message for conversations without one, or nothing.
         variables: variables of the chat template; those of a row come first.
+        others: what the lines call the columns that are not of a prompt.
 
     Raises:
         DataError: rows have no prompt; all such rows are named.
@@ -74,7 +76,8 @@ def read_row_prompts(
                 else:
                     text = _text_of(converted)
                     prompt = prompts.encode_text(text)
-            counts[f"({form_name}), columns: {format_columns(names, [*row.fields], source.renamed)}"] += 1
+            columns = format_columns(names, [*row.fields], source.renamed, others)
+            counts[f"({form_name}), columns: {columns}"] += 1
             read.append(RowPrompt(row, prompt, text))
         except RowError as problem:
             problems.append(f"row {row.number}: {problem}")

@@ -45,7 +45,8 @@ def prompt_examples(
     Raises:
         DataError: rows have no prompt, or leave no room for a completion; all such rows are named.
     """
-    read, notes = read_row_prompts(source, select_rows(source.rows, selection), prompts)
+    rows = select_rows(source.rows, selection)
+    read, notes = read_row_prompts(source, rows, prompts, others="for the reward")
     if problems := [
         f"row {each.row.number}: its prompt has {len(each.prompt.tokens)} tokens, with {max_length} of a "
         f"completion the context of {context} is exceeded"

@@ -15,7 +15,7 @@ from prge.objectives.examples import Example
 from prge.rewards.prompt_examples import PromptExample
 from prge.rewards.reward import Reward
 from prge.training.estimators.directions import philox
-from prge.training.estimators.rollouts import SOLVED, Rollout
+from prge.training.estimators.rollouts import Rollout, reward_facts
 
 # Directions and row orders use other streams with the key (seed, step).
 _SAMPLING_STREAM = 2**63
@@ -76,15 +76,9 @@ class Rollouts:
             for prompt in _prompts(prompts)
         ]
         rollouts = self._rewarded(_prompts(prompts), requests)
-        reward = sum(each.reward for each in rollouts) / len(rollouts)
-        return {
-            "loss": -reward,
-            "examples": len(prompts),
-            "reward": reward,
-            "solved": sum(each.reward >= SOLVED for each in rollouts) / len(rollouts),
-            "completion_tokens": sum(len(each.tokens) for each in rollouts),
-            "value": reward,
-        }
+        facts = reward_facts(rollouts)
+        reward = facts["reward"]
+        return {"loss": -reward, "examples": len(prompts), **facts, "value": reward}
 
     def _rewarded(self, prompts: Sequence[PromptExample], requests: Sequence[Request]) -> list[Rollout]:
         """Return the rollouts of requests, one for each."""

@@ -18,6 +18,7 @@ from prge.objectives.examples import Example, LossNormalisation
 from prge.objectives.objective import CROSS_ENTROPY, Objective
 from prge.objectives.preferences import Preference, lengths_of, liked_of, references_of
 from prge.objectives.scoring import Scores, score
+from prge.training.estimators.rollouts import REWARD_FACTS
 
 CUT_EXAMPLES = "cut_examples"
 # If the chosen answers' log-probability falls by more than this share of the rejected ones' fall, it is
@@ -25,7 +26,9 @@ CUT_EXAMPLES = "cut_examples"
 _SIDE_EFFECT_SHARE = 0.25
 METRIC_NAMES = (
     *SCORES,
-    *("margin", "chosen_change", "rejected_change", "solved", "completion_tokens", CUT_EXAMPLES),
+    *("margin", "chosen_change", "rejected_change"),
+    *(name for name in REWARD_FACTS if name not in SCORES),
+    CUT_EXAMPLES,
 )
 
 

@@ -19,7 +19,7 @@ from prge.system.interrupts import ending_signals, handle_signals, ignore_interr
 from prge.system.memory import proportional_memory
 from prge.system.progress import Progress
 from prge.training.estimators.protocol import Measurement
-from prge.training.estimators.rollouts import REWARD_FACTS
+from prge.training.estimators.rollouts import DIVERGENCE, EQUAL_REWARDS, REWARD_FACTS
 from prge.training.evaluation import METRIC_NAMES
 from prge.training.settings import TrainingFlags
 
@@ -139,7 +139,8 @@ class RunMonitor:
         self.steps = max(self.steps, record["step"] + 1)
         if measurement is not None:
             self._write_step(record, measurement)
-            self.progress.update(self.steps, record["tokens"], **self._bar_values(record))
+            tokens = record.get("completion_tokens", record["tokens"])
+            self.progress.update(self.steps, tokens, **self._bar_values(record))
         self._last_time = time.perf_counter()
 
     def on_evaluation(self, record: Record, fresh: bool) -> None:
@@ -169,6 +170,10 @@ class RunMonitor:
                 evaluations[name] = record
         if len(evaluations) > 1:
             self.note(evaluation_table(evaluations, step))
+        if count := self._equal_rewards:
+            self.note(
+                f"{count} of {self.steps} steps learned nothing, because their completions had equal rewards"
+            )
 
     def _judge(self, record: Record) -> None:
         """Record an evaluation as the one at the start, or as the best so far."""
@@ -197,7 +202,16 @@ class RunMonitor:
 
     def _write_step(self, record: Record, measurement: Measurement | None) -> None:
         figures = {**_figures(record, measurement), **self._engine_metrics(measurement)}
+        if record.get(EQUAL_REWARDS):
+            if measurement is not None and not self._equal_rewards:
+                self.note(_equal_rewards_text(record))
+            figures[EQUAL_REWARDS] = True
         self._write("step", record["step"] + 1, figures)
+
+    @property
+    def _equal_rewards(self) -> int:
+        """Number of steps from whose rewards nothing could be learned."""
+        return sum(record.get(EQUAL_REWARDS) is True for record in self.log.records)
 
     def _write_evaluation(self, record: Record) -> None:
         self._judge(record)
@@ -289,7 +303,7 @@ def describe_changes(before: Sequence[str], after: Sequence[str]) -> str:
 def evaluation_table(records: Mapping[str, Record], final: int | None) -> str:
     """Format evaluations as a table with a line for each name; the step `final` is marked."""
     name = score_of(next(iter(records.values())))[0]
-    columns = ("loss",) if name == "loss" else ("loss", name)
+    columns = ("reward", "solved") if name == "reward" else tuple(dict.fromkeys(("loss", name)))
     lines = ["".join([f"{'development rows':<18}{'step':>8}", *(f"{column:>12}" for column in columns)])]
     for called, record in records.items():
         cells = (f"{'-' if record.get(each) is None else f'{record[each]:.4g}':>12}" for each in columns)
@@ -300,8 +314,19 @@ def evaluation_table(records: Mapping[str, Record], final: int | None) -> str:
 
 def _figures_text(record: Record) -> str:
     """Format loss and metrics of an evaluation in one line."""
-    figures = {name: value for name, value in _evaluation(record).items() if name != "step"}
+    shown = ("reward", "solved", "completion_length") if "reward" in record else ("loss", *METRIC_NAMES)
+    figures = {name: record[name] for name in shown if name in record}
     return "  ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in figures.items())
+
+
+def _equal_rewards_text(record: Record) -> str:
+    """Return a message on the first step from whose rewards nothing can be learned."""
+    step, reward = record["step"] + 1, record["reward"]
+    if record["reward_std"] == 0:
+        what = f"all completions have the reward {reward:.4g}"
+    else:
+        what = "completions that are compared with each other have equal rewards"
+    return f"step {step}: {what}: there is nothing to learn from this step"
 
 
 def _evaluation(record: Record) -> Record:
@@ -312,7 +337,7 @@ def _evaluation(record: Record) -> Record:
 def _figures(record: Record, measurement: Measurement | None) -> Record:
     """Return the metrics of a step: loss, learning rate, tokens, and the size of its gradient."""
     figures = {name: record.get(name) for name in ("loss", "learning_rate", "tokens")}
-    figures |= {name: record[name] for name in REWARD_FACTS if name in record}
+    figures |= {name: record[name] for name in (*REWARD_FACTS, DIVERGENCE) if name in record}
     return {**figures, **_gradient_size(record, measurement)}
 
 

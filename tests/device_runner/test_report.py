@@ -12,7 +12,7 @@ import pytest
 from device_runner.report import main
 from prge.errors import ConfigError, RunError
 from prge.formats.run_folder import run_lock
-from tests.device_runner.reporting.run_folders import write_run
+from tests.device_runner.reporting.run_folders import learn_from_reward, write_run
 from tests.pages import Page, check_widths
 from tests.refusals import raises
 
@@ -77,6 +77,26 @@ def test_a_report_shows_samples_costs_data_and_settings(tmp_path: Path) -> None:
     changed = {row[0]: row[1:] for row in table(page, "setting")[1:]}
     assert changed["learning_rate"] == ["0.01", "0.003"]
     assert "seed" not in changed
+
+
+def test_a_run_that_learns_from_a_reward_shows_rewards_instead_of_losses(tmp_path: Path) -> None:
+    text = report(learn_from_reward(write_run(tmp_path / "run")))
+    page = Page(text)
+    assert "Reward on development rows: 0 before, 0.8 at best, after step 40." in text
+    assert table(page, "development rows") == [
+        ["development rows", "in final/", "step", "reward", "share solved"],
+        ["before", "–", "0", "0", "0"],
+        ["best", "–", "40", "0.8", "0.4"],
+    ]
+    assert facts(page)["speed"] == "320 tokens of completions per second"
+    captions = ("Mean reward.", "Share of completions", "Mean length", "Divergence from the adapter")
+    assert all(caption in text for caption in captions) and text.count("<svg ") == 4
+    assert "Loss." not in text
+
+
+def test_rewards_and_losses_of_several_runs_are_not_mixed(tmp_path: Path) -> None:
+    text = report(write_run(tmp_path / "texts"), learn_from_reward(write_run(tmp_path / "reward")))
+    assert "Loss of training rows, smoothed." in text and "Reward of training steps, smoothed." in text
 
 
 def test_the_next_commands_are_for_this_run(tmp_path: Path) -> None:

@@ -152,6 +152,7 @@ class RunFollower:
             "left": self._left(planned) if running else None,
             "forward_passes": self._last.get("forward_passes"),
             "loss": self._recent[-1].get("loss") if self._recent else None,
+            "reward": self._recent[-1].get("reward") if self._recent else None,
             "score": score,
             "value": newest.get(score) if newest else None,
             "memory": _memory(facts, process),

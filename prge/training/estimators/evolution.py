@@ -9,6 +9,7 @@ one batch, with the same random numbers.
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import numpy as np
@@ -18,7 +19,7 @@ from prge.formats.adapter import Adapter
 from prge.training.estimators.differences import Differences, FiniteDifference, perturb_adapter
 from prge.training.estimators.directions import DirectionSampler
 from prge.training.estimators.protocol import Measurement, Step, clip_by_rms
-from prge.training.estimators.rollouts import reward_facts
+from prge.training.estimators.rollouts import EQUAL_REWARDS, reward_facts
 
 RewardShaping = Literal["standardized", "ranked", "none"]
 
@@ -46,13 +47,18 @@ class EvolutionStrategy(Differences):
         completions = step.rollout_source.sample(adapters, step.examples, 1, seed=step.seed, step=step.number)
         rollouts = [[rollout for group in copy for rollout in group] for copy in completions]
         rewards = np.array([[rollout.reward for rollout in copy] for copy in rollouts])
-        losses = -shape_rewards(rewards.mean(-1), self.shaping)
+        # Exactly rounded sums: copies with the same rewards in another order don't differ.
+        means = np.array([math.fsum(copy) / len(copy) for copy in rewards])
+        gradients = self.rule.projected_gradients(-shape_rewards(means, self.shaping))
+        facts = reward_facts([rollout for copy in rollouts for rollout in copy])
+        if not gradients.any():
+            facts[EQUAL_REWARDS] = True
         return Measurement(
             -float(rewards.mean()),
-            clip_by_rms(self.rule.projected_gradients(losses), self.max_grad_norm),
+            clip_by_rms(gradients, self.max_grad_norm),
             None,
             0.0,
-            facts=reward_facts([rollout for copy in rollouts for rollout in copy]),
+            facts=facts,
         )
 
 

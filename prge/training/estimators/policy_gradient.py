@@ -27,7 +27,7 @@ from prge.objectives.policy_gradient import (
     loss_weights,
 )
 from prge.training.estimators.protocol import Estimator, Measurement, Step
-from prge.training.estimators.rollouts import Rollout, reward_facts
+from prge.training.estimators.rollouts import DIVERGENCE, EQUAL_REWARDS, Rollout, reward_facts
 
 _COMPLETIONS = "completions"
 
@@ -72,16 +72,21 @@ class PolicyGradient:
             ]
         examples = self._examples(step, rollouts)
         facts = reward_facts([rollout for group in rollouts for rollout in group])
+        if all(len({rollout.reward for rollout in group}) == 1 for group in rollouts):
+            facts[EQUAL_REWARDS] = True
+        now: list[tuple[float, ...]] = []
         if stored is not None:
             sampled = [tuple(each["log_probabilities"]) for group in stored for each in group]
             examples = [replace(each, sampled=values) for each, values in zip(examples, sampled, strict=True)]
         elif self.iterations > 1 or self.compares_copies:
-            sampled = _log_probabilities(engine, step.adapter.values, examples)
+            sampled = now = _log_probabilities(engine, step.adapter.values, examples)
             examples = [replace(each, sampled=values) for each, values in zip(examples, sampled, strict=True)]
             if self.iterations > 1:
                 facts[_COMPLETIONS] = _to_json(rollouts, sampled)
         if self.needs_reference:
             reference = _log_probabilities(engine, source.start, examples)
+            now = now or _log_probabilities(engine, step.adapter.values, examples)
+            facts[DIVERGENCE] = _divergence(reference, now)
             pairs = zip(examples, reference, strict=True)
             examples = [replace(each, reference=values) for each, values in pairs]
         measurement = self.estimator.measure(engine, replace(step, examples=examples))
@@ -107,6 +112,16 @@ class PolicyGradient:
     ) -> FloatArray:
         """See Estimator.gradient."""
         return self.estimator.gradient(record, seed, step, modules)
+
+
+def _divergence(reference: Sequence[tuple[float, ...]], now: Sequence[tuple[float, ...]]) -> float:
+    """Return the mean of exp(d) - d - 1 over all tokens, with the difference d of their log-probabilities.
+
+    It estimates the Kullback-Leibler divergence from the reference without bias, and is never negative
+    (Schulman's k3, as in TRL's metric `kl`).
+    """
+    difference = np.concatenate([*map(np.array, reference)]) - np.concatenate([*map(np.array, now)])
+    return float((np.expm1(difference) - difference).mean())
 
 
 def _to_json(

@@ -16,8 +16,12 @@ ROLLOUT_SLOTS = 16
 # A completion with at least this reward solves its prompt.
 SOLVED = 1.0
 # Fields of a step's record: mean and standard deviation of the rewards, share of completions that solve their
-# prompts, and number of their tokens.
-REWARD_FACTS = ("reward", "reward_std", "solved", "completion_tokens")
+# prompts, the number of their tokens, and their mean length in tokens.
+REWARD_FACTS = ("reward", "reward_std", "solved", "completion_tokens", "completion_length")
+# Field of the record of a step from whose rewards nothing can be learned: those that it compares are equal.
+EQUAL_REWARDS = "equal_rewards"
+# Field with the Kullback-Leibler divergence from the adapter that the run starts from, in nats per token.
+DIVERGENCE = "kl"
 
 
 @dataclass(frozen=True)
@@ -64,10 +68,12 @@ def reward_facts(rollouts: Sequence[Rollout]) -> Record:
     """Return the fields of a step's record that describe its completions."""
     rewards = [each.reward for each in rollouts]
     mean = sum(rewards) / len(rewards)
+    tokens = sum(len(each.tokens) for each in rollouts)
     facts = (
         mean,
         (sum((each - mean) ** 2 for each in rewards) / len(rewards)) ** 0.5,
         sum(each >= SOLVED for each in rewards) / len(rewards),
-        sum(len(each.tokens) for each in rollouts),
+        tokens,
+        tokens / len(rollouts),
     )
     return dict(zip(REWARD_FACTS, facts, strict=True))

@@ -9,6 +9,19 @@ from typing import Any
 PERPLEXITIES = {0: 60.0, 20: 41.5, 40: 44.25}
 
 
+def learn_from_reward(folder: Path) -> Path:
+    """Change the metrics of a run to those of one that learns from a reward."""
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for record in records:
+        reward = record["step"] / 50
+        record.pop("perplexity", None)
+        facts = {"reward": reward, "solved": reward / 2, "completion_tokens": 160, "completion_length": 20.0}
+        record |= {"loss": -reward, **facts}
+        record |= {"value": reward} if record["event"] == "evaluation" else {"kl": reward / 10}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return folder
+
+
 def write_run(folder: Path, status: str = "completed", steps: int = 40, **train: Any) -> Path:
     """Write the folder of a run of 40 steps, whose best step is 20, with samples of one prompt."""
     folder.mkdir(parents=True)

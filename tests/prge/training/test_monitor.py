@@ -57,6 +57,58 @@ def test_the_best_step_is_shown_with_the_figure_that_selected_it(
         assert read_json(out / SUMMARY)["train"]["best"]["step"] == 4
 
 
+def test_steps_from_which_nothing_can_be_learned_are_reported_once_and_counted(tmp_path: Path) -> None:
+    def log() -> list[str]:
+        return [line.partition(" ")[2] for line in (tmp_path / LOG).read_text().splitlines()]
+
+    settings = TrainingFlags(bundle=tmp_path, train=tmp_path, out=tmp_path, steps=10, quiet=True)
+    facts = {"reward": 0.5, "reward_std": 0.0, "solved": 0.0, "completion_tokens": 8, "completion_length": 4}
+    equal = {"loss": -0.5, "tokens": 8, "rows": [1], **facts, "equal_rewards": True}
+    measurement = Measurement(-0.5, np.zeros(1), None, 0.0)
+    with RunMonitor(settings, 0, lambda step: step, lambda: ({}, {})) as monitor:
+        monitor.on_step({**equal, "step": 0, "reward_std": 0.5, "equal_rewards": False}, measurement)
+        monitor.on_step({**equal, "step": 1}, measurement)
+        monitor.on_step({**equal, "step": 2}, measurement)
+    (reported,) = (line for line in log() if "nothing to learn" in line)
+    assert reported == "step 2: all completions have the reward 0.5: there is nothing to learn from this step"
+    # A resumed run counts the steps of earlier processes.
+    with RunMonitor(settings, 3, lambda step: step, lambda: ({}, {})) as monitor:
+        monitor.on_step({**equal, "step": 3}, measurement)
+        monitor.report_final(4, {})
+    assert sum("nothing to learn" in line for line in log()) == 1
+    assert "3 of 4 steps learned nothing, because their completions had equal rewards" in log()
+
+
+def test_equal_rewards_of_every_prompt_are_reported(tmp_path: Path) -> None:
+    settings = TrainingFlags(bundle=tmp_path, train=tmp_path, out=tmp_path, steps=10, quiet=True)
+    record = {"step": 0, "loss": 0.0, "tokens": 8, "reward": 0.5, "reward_std": 0.5, "solved": 0.5}
+    with RunMonitor(settings, 0, lambda step: step, lambda: ({}, {})) as monitor:
+        monitor.on_step({**record, "equal_rewards": True}, Measurement(0.0, np.zeros(1), None, 0.0))
+    text = (tmp_path / LOG).read_text()
+    assert "step 1: completions that are compared with each other have equal rewards: there is" in text
+
+
+def test_a_run_that_learns_from_a_reward_shows_rewards_instead_of_losses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = TrainingFlags(bundle=tmp_path, train=tmp_path, out=tmp_path, steps=10)
+    with RunMonitor(settings, 0, lambda step: step, lambda: ({}, {})) as monitor:
+        for step, reward in ((0, 0.25), (10, 0.75)):
+            facts = {"solved": reward, "completion_tokens": 30, "completion_length": 7.5}
+            figures = {"loss": -reward, "value": reward, "reward": reward, **facts}
+            monitor.on_evaluation({"type": "evaluation", "step": step, **figures}, True)
+        monitor.report_final(10, monitor.newest)
+    printed = capsys.readouterr().err
+    assert "development rows: reward 0.25  solved 0.25  completion length 7.5\n" in printed
+    table = [line.split() for line in printed.splitlines()[-3:]]
+    assert table == [
+        ["development", "rows", "step", "reward", "solved"],
+        ["before", "0", "0.25", "0.25"],
+        ["best", "10", "0.75", "0.75", "in", "final/"],
+    ]
+    assert "loss" not in printed
+
+
 @pytest.mark.parametrize(
     ("after", "text"),
     [

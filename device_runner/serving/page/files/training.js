@@ -92,7 +92,10 @@ function RunProgress({ snapshot, onStop }) {
   const formatCelsius = (celsius) => `${formatNumber(celsius)} °C`;
   const facts = [
     [t("time_left"), formatValue(snapshot.left, formatDuration)],
-    [t("last_training_loss"), formatValue(snapshot.loss, formatNumber)],
+    // The loss of a run that learns from a reward is the negative reward.
+    score === "reward" || typeof snapshot.reward === "number"
+      ? [t("last_training_reward"), formatValue(snapshot.reward, formatNumber)]
+      : [t("last_training_loss"), formatValue(snapshot.loss, formatNumber)],
     [`${t(score)} ${t("on_development_rows").replace(".", "")}`, formatValue(snapshot.value, formatNumber)],
     [t("forward_passes"), formatValue(snapshot.forward_passes, formatNumber)],
     [t("time"), formatValue(snapshot.seconds, formatDuration)],
@@ -128,10 +131,12 @@ function Sample({ prompt, right: reference, answers: completions, language }) {
 
 /** The evaluations before training, at the best step and at the last one. */
 function EvaluationTable({ evaluations, score }) {
+  const lossCells = (cell) => (score === "reward" ? [] : [cell]);
   const scoreCells = (cell) => (score === "loss" ? [] : [cell]);
-  const header = [t("evaluations"), t("step"), t("loss"), ...scoreCells(t(score)), t("saved_in_final")];
+  const header =
+    [t("evaluations"), t("step"), ...lossCells(t("loss")), ...scoreCells(t(score)), t("saved_in_final")];
   const cellsOf = ({ step, loss, value, final: isFinal }) =>
-    [formatNumber(step), formatNumber(loss), ...scoreCells(formatNumber(value)), isFinal ? t("yes") : "–"];
+    [formatNumber(step), ...lossCells(formatNumber(loss)), ...scoreCells(formatNumber(value)), isFinal ? t("yes") : "–"];
   return html`<div class="scroll" tabindex="0" role="region" aria-label=${t("evaluations")}><table>
     <thead><tr>${header.map((name) => html`<th scope="col" key=${name}>${name}</th>`)}</tr></thead>
     <tbody>${evaluations.map(({ called: name, ...evaluation }) => html`<tr key=${name}>

@@ -26,7 +26,7 @@ from device_runner.serving.page.tail import LineReader, RunFollower, ThinnedReco
 from device_runner.serving.protocol import RequestError
 from prge.errors import RunError
 from prge.formats.run_folder import run_lock
-from tests.device_runner.reporting.run_folders import write_run
+from tests.device_runner.reporting.run_folders import learn_from_reward, write_run
 from tests.refusals import raises
 
 
@@ -192,6 +192,20 @@ def test_unusable_settings_and_figures_of_a_run_are_left_out(tmp_path: Path, con
     result = snapshot(make_follower(folder))
     json.dumps(result, allow_nan=False)
     assert result["planned"] is None and result["left"] is None and result["memory"] is None
+
+
+def test_a_run_that_learns_from_a_reward_shows_its_reward(tmp_path: Path) -> None:
+    follower = make_follower(learn_from_reward(write_run(tmp_path / "run")))
+    result = snapshot(follower)
+    assert (result["reward"], result["score"], result["value"]) == (0.8, "reward", 0.8)
+    pictures = follower.snapshot("de", translator("de"))["pictures"]
+    assert [picture["caption"] for picture in pictures] == [
+        "Mittlere Belohnung. Die blasse Linie zeigt die Belohnung jedes Schritts.",
+        "Anteil der Antworten, die ihre Aufgabe lösen.",
+        "Mittlere Länge der Antworten.",
+        "Abweichung vom Adapter am Anfang.",
+    ]
+    assert "Tokens je Antwort" in pictures[2]["svg"]
 
 
 def test_samples_are_the_first_answer_and_the_newest(tmp_path: Path) -> None:

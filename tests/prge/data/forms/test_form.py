@@ -148,6 +148,7 @@ def test_format_columns() -> None:
     present = ["prompt", "completion", "id"]
     read = ("prompt", "completion")
     assert format_columns(read, present, {}) == "prompt, completion; not read: id"
+    assert format_columns(read, present, {}, "for the reward") == "prompt, completion; for the reward: id"
     assert format_columns(read, present[:2], {"prompt": "question", "completion": "completion"}) == (
         "prompt from question, completion"
     )
