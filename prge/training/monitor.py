@@ -139,7 +139,7 @@ class RunMonitor:
         self.steps = max(self.steps, record["step"] + 1)
         if measurement is not None:
             self._write_step(record, measurement)
-            tokens = record.get("completion_tokens", record["tokens"])
+            tokens = record["completion_tokens"] if "completion_tokens" in record else record["tokens"]
             self.progress.update(self.steps, tokens, **self._bar_values(record))
         self._last_time = time.perf_counter()
 

@@ -92,8 +92,8 @@ class RunStore:
         with self.journal.reading(stored):
             problems += [
                 f"the {name} is different"
-                for name in ("bundle", "train", "dev", "task", "adapter")
-                if stored[name] != identity[name]
+                for name in ("bundle", "train", "dev", "task", "adapter", "reward")
+                if stored.get(name) != identity.get(name)
             ]
             if stored.get("tokens", identity["tokens"]) != identity["tokens"]:
                 problems.append(f"the rows have other tokens; chat templates got {date} as today's date")

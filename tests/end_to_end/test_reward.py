@@ -85,6 +85,15 @@ def test_a_run_is_resumed_from_another_folder(
     prge("run", "--resume", tmp_path / "run")
 
 
+def test_a_run_is_not_resumed_with_another_reward(workshop: Path, rows: Path, tmp_path: Path) -> None:
+    prge(
+        *arguments(workshop, rows, tmp_path / "run", "--reward", tmp_path / "reward.py:vowels", "--steps", 2)
+    )
+    (tmp_path / "reward.py").write_text(PYTHON.replace("/ 6", "/ 7"))
+    refused = prge("run", "--resume", tmp_path / "run", check=False)
+    assert refused.returncode == 2 and "the reward is different" in refused.stderr
+
+
 def test_code_of_another_persons_run_is_not_executed(workshop: Path, rows: Path, tmp_path: Path) -> None:
     """Not even code in the folder of the run itself."""
     run = tmp_path / "run"
