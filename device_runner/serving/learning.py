@@ -445,7 +445,7 @@ def _settings(
     # The prompts of a reward have no answers to retain.
     has_retained = flags.kept is not None or (run is not None and settings.reward is None)
     if settings.reward is not None:
-        own = {each.name: each.default for each in fields(RewardFlags)}
+        own: dict[str, Any] = {each.name: each.default for each in fields(RewardFlags)}
         settings = replace(settings, reward=None, objective="auto", beta=None, train=train, dev=None, **own)
     if flags.kept is not None:
         settings = replace(settings, train=flags.kept, dev=None, task=None, columns=[])
