@@ -79,7 +79,7 @@ def plan_run(
         check_single_sequences(examples)
     batch = settings.batch_size or default_batch(examples)
     sequences = batch * max_sequences(examples)
-    if settings.objective == "grpo":
+    if settings.objective == "grpo" and settings.reward is not None:
         examples = [_longest_completion(example, settings.max_completion_length) for example in examples]
         sequences *= settings.num_generations
     shape = step_shape(

@@ -47,6 +47,7 @@ ONE_RATING = {
     "--objective completion trains on them directly",
     "false": "all labels are false: KTO makes these answers less likely without examples of what to write",
 }
+ONE_RATING_OF_GRPO = "all labels are equal: policy gradients learn only from differences of ratings"
 _LONGER = "an export with a larger --sequence-length keeps them whole"
 _SPLIT = "--overflow split keeps them, or " + _LONGER
 _AS_TEXT = "--control-tokens text reads them as characters"
@@ -157,6 +158,7 @@ class DataReport:
         lines = [
             ONE_RATING[label] for label in self.classes if self.objective == "kto" and len(self.classes) == 1
         ]
+        lines += [ONE_RATING_OF_GRPO] * (self.objective == "grpo" and len(self.classes) == 1)
         for event, rows in self.notes.items():
             shown = ", ".join(str(row) for row in sorted(rows)[:SHOWN_ROWS]) + (
                 ", ..." if len(rows) > SHOWN_ROWS else ""

@@ -1,8 +1,8 @@
 """Preference losses: for pairs of a chosen and a rejected answer, and for rated answers.
 
     pair      candidate 0 is the chosen answer, candidate 1 the rejected one
-    rating    candidate 0 is the rated answer; candidate 1 is another row's answer, whose reward measures how
-              far the model has moved from its start
+    rating    candidate 0 is the rated answer; for KTO, candidate 1 is another row's answer, whose reward
+              measures how far the model has moved from its start
 
     scores, reference -> rewards [copies, examples, 2] -> losses, gradients
 
@@ -218,13 +218,58 @@ class KTO(Preference):
         return _sigmoid(signs * (distance - rewards[..., 0])), signs
 
 
+@dataclass(frozen=True)
+class OfflineGRPO(Preference):
+    """Policy gradients of rated answers that were written before: GRPO's clipped loss without sampling.
+
+    The reward of an answer is 1 if it is liked, else -1, and its advantage the reward minus the mean of the
+    step. The ratio is that of a whole answer, the exponential of the change of its mean log-probability
+    (GSPO, Zheng et al. 2025, arXiv 2507.18071). Clipping it bounds how far bad answers are pushed away. An
+    example has one candidate.
+
+    Attributes:
+        beta: factor of the divergence from the start.
+        clip_range: beyond this change of the ratio, the gradient of an answer is zero.
+    """
+
+    clip_range: float = 0.2
+    is_separable: ClassVar[bool] = False
+    # Losses are negative.
+    sufficient_loss: ClassVar[float] = -math.inf
+
+    def reward_scales(self, examples: Sequence[Example]) -> Float64Array:
+        """See Preference."""
+        return lengths_of(examples)[:, :1]
+
+    def losses(self, scores: Float64Array, examples: Sequence[Example]) -> Float64Array:
+        """See Objective."""
+        return self._losses_and_gradients(scores, examples)[0][..., 0]
+
+    def gradients(self, scores: Float64Array, examples: Sequence[Example]) -> Float64Array:
+        """See Objective."""
+        return self._losses_and_gradients(scores, examples)[1]
+
+    def _losses_and_gradients(
+        self, scores: Float64Array, examples: Sequence[Example]
+    ) -> tuple[Float64Array, Float64Array]:
+        """Return the losses and their derivatives, both f64 [copies, examples, 1]."""
+        rewards = np.where(liked_of(examples), 1.0, -1.0)[:, None]
+        advantages, change = rewards - rewards.mean(), scores - references_of(examples)
+        ratio = np.exp(change)
+        gain = ratio * advantages
+        clipped = np.clip(ratio, 1 - self.clip_range, 1 + self.clip_range) * advantages
+        losses = -np.minimum(gain, clipped) + self.beta * (np.expm1(-change) + change)
+        gradients = np.where(gain <= clipped, -gain, 0.0) - self.beta * np.expm1(-change)
+        return losses, gradients
+
+
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveFlags:
     """The objective."""
 
     objective: ObjectiveName = "auto"
     """Loss to minimize. completion, candidates: cross-entropy; dpo, ipo, simpo, orpo: for pairs of answers;
-    kto: for answers that are rated true or false; grpo, es: for a --reward of generated text (policy
+    kto, grpo: for answers that are rated true or false; grpo, es: for a --reward of generated text (policy
     gradients; evolution strategies, which need forward passes alone). auto: chosen by the columns of the
     rows: dpo, kto or cross-entropy; with a --reward by the estimator: es for perturbed adapters, else
     grpo."""
@@ -256,6 +301,7 @@ PREFERENCES: Mapping[str, ObjectiveEntry] = {
     "simpo": ObjectiveEntry(SimPO, settings=("gamma",), beta=2.0),
     "orpo": ObjectiveEntry(ORPO),
     "kto": ObjectiveEntry(KTO, rows=("ratings", "pairs")),
+    "grpo": ObjectiveEntry(OfflineGRPO, rows=("ratings",), beta=0.0),
 }
 _BY_ROWS: Mapping[Preferring, ObjectiveName] = {"": "completion", "pairs": "dpo", "ratings": "kto"}
 
@@ -270,6 +316,7 @@ def resolve_objective(name: ObjectiveName, rows: Preferring) -> ObjectiveName:
         return _BY_ROWS[rows]
     if name in PREFERENCES and rows not in PREFERENCES[name].rows:
         needed = " or ".join(PREFERENCES[name].rows)
+        needed += ", or from a --reward" if name == "grpo" else ""
         raise ValueError(f"--objective is {name}, which learns from {needed}")
     if name == "candidates":
         raise ValueError("--objective is candidates, which only a task has")
@@ -279,7 +326,7 @@ def resolve_objective(name: ObjectiveName, rows: Preferring) -> ObjectiveName:
 def make_objective(name: ObjectiveName, flags: ObjectiveFlags) -> Objective:
     """Construct an objective by name; raises ConfigError for settings of other objectives."""
     entry = PREFERENCES.get(name)
-    own = entry.settings if entry else ("beta",) if name == "grpo" else ()
+    own = entry.settings if entry else ()
     problems = [
         f"--{each.replace('_', '-')} belongs to --objective {_owner(each)}, the objective is {name}"
         for each in ("beta", "label_smoothing", "gamma")

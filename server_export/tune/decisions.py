@@ -12,7 +12,6 @@ from prge.errors import ConfigError
 from prge.formats.signatures import DECODE, FORWARD, PREFILL
 from prge.system.progress import format_duration
 from prge.training.costs import BYTES_PER_TRAINED_VALUE, format_bytes, format_megabytes
-from prge.training.estimators.rewards import REWARD_OBJECTIVES
 from prge.training.estimators.table import ESTIMATORS, EstimatorName
 from prge.training.settings import TrainingFlags
 from server_export.tune.rates import longest_search
@@ -93,6 +92,8 @@ class RowFacts:
     """Number of different rows of the smallest class; None: the model isn't an encoder."""
     objective: str = "completion"
     """Objective of the training."""
+    completed: bool = False
+    """Whether rows are prompts of a reward, each of which is completed several times."""
 
 
 def scheme(parameters: int) -> Decision:
@@ -227,7 +228,7 @@ def beta(facts: RowFacts) -> Decision | None:
 
 def steps(facts: RowFacts, batch: int, epochs: float | None = None) -> Decision:
     """Choose the steps of the final run; `epochs` is the user's choice, if there is one."""
-    least, most = _PROMPTS_READ if facts.objective in REWARD_OBJECTIVES else (_MIN_READ, _MAX_READ)
+    least, most = _PROMPTS_READ if facts.completed else (_MIN_READ, _MAX_READ)
     read: float = min(max(_EPOCHS * facts.rows, least), most, _MAX_EPOCHS * facts.rows)
     if epochs is not None:
         read = epochs * facts.rows

@@ -116,7 +116,8 @@ class PromptFiles(RowFiles):
         ]
         rows, count = len(lengths), self.completions
         targets = rows * count * self.max_length
-        return RowFacts(rows, max(lengths), count * sum(lengths), count, targets, objective=self.objective)
+        sizes = max(lengths), count * sum(lengths), count, targets
+        return RowFacts(rows, *sizes, objective=self.objective, completed=True)
 
     def prompts(self, rows: Sequence[Row], tokenizer: Tokenizer) -> Iterator[Mapping[str, Any]]:
         """See RowFiles."""

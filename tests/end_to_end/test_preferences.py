@@ -102,6 +102,31 @@ def test_the_reference_of_a_row_is_the_same_whatever_rows_are_trained_with_it(
     assert result["few"] == result["all"][3:6]
 
 
+@pytest.mark.parametrize("estimator", ["exact", *second_tier("tangent", "antithetic")])
+def test_policy_gradients_learn_from_ratings(
+    workshop: Path, lora_bundle: Path, tmp_path: Path, estimator: str
+) -> None:
+    """Their loss is 0 at the start, and bounded by the clip range."""
+    rated = [
+        {"prompt": each["prompt"], "completion": each[side], "label": side == "chosen"}
+        for each in pairs(24)
+        for side in ("chosen", "rejected")
+    ]
+    bundle = lora_bundle if estimator == "exact" else workshop / "bundle"
+    train = write_rows(tmp_path / "train.jsonl", rated)
+    prge(
+        "run", "--bundle", bundle, "--train", train, "--dev", train, "--objective", "grpo", "--steps", 30,
+        "--estimator", estimator, "--learning-rate", 0.02, "--out", tmp_path / "run", "--quiet",
+    )  # fmt: skip
+    output = json.loads((tmp_path / "run/run.json").read_text())["train"]
+    assert output["before"]["loss"] == pytest.approx(0, abs=1e-6)
+    assert -0.21 < output["best"]["loss"] < -0.01 and output["best"]["pairs_right"] > 0.5
+    done = prge(
+        "eval", "--bundle", bundle, "--data", train, "--objective", "grpo", "--adapter", tmp_path / "run"
+    )
+    assert f"pairs_right {output['best']['pairs_right']:.6g}" in done.stdout
+
+
 def test_pairs_are_tuned_by_one_command(workshop: Path, lora_bundle: Path, tmp_path: Path) -> None:
     data = write_rows(tmp_path / "pairs.jsonl", pairs(40))
     arguments = ["--bundle", lora_bundle, "--data", data, "--out", tmp_path / "out", "--steps", 40]

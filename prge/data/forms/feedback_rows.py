@@ -3,7 +3,7 @@
     objective             corrections                             ratings
     completion            completions                             good answers are completions
     dpo, ipo, simpo, orpo pairs of correction and answer          left out
-    kto                   the answer is false, the correction true  true or false
+    kto, grpo             the answer is false, the correction true  true or false
     auto                  kto if there is a bad rating, else completion
 
 The earlier answers of a conversation are not trained on: their `weight` is 0.
@@ -34,7 +34,7 @@ def rows_from_feedback(rows: Sequence[Row], objective: ObjectiveName = "auto") -
     counts = f"feedback: {len(corrected)} corrections, {len(good)} {GOOD}, {len(rated) - len(good)} {BAD}"
     if objective == "auto":
         objective = "kto" if len(good) < len(rated) else "completion"
-    if objective == "kto":
+    if objective in ("kto", "grpo"):
         labelled = [fields for row in rows for fields in _labelled(row.fields)]
         return [Row(number, fields) for number, fields in enumerate(labelled, 1)], f"{counts}; rated answers"
     if objective in PREFERENCES:

@@ -129,7 +129,7 @@ class Form:
     def _segments(self, objective: ObjectiveName, segmenter: Segmenter, row: Row) -> Texts | Candidates:
         if objective in PREFERENCES:
             self.check(row)
-            build_candidates = rating_candidates if objective == "kto" else pair_candidates
+            build_candidates = rating_candidates if objective in ("kto", "grpo") else pair_candidates
             return build_candidates(segmenter, self.variables, row)
         row = self.row(row, chat=segmenter.chat is not None)
         if "messages" in row.fields and segmenter.chat is not None:

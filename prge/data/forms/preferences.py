@@ -47,14 +47,16 @@ def pair_candidates(segmenter: Segmenter, variables: Sequence[str], row: Row) ->
 
 
 def rating_candidates(segmenter: Segmenter, variables: Sequence[str], row: Row) -> Candidates:
-    """Return a row's answer and another row's answer (see `rows_for_kto`) to one prompt as candidates."""
-    # Rows without OTHER are invalid pairs, whose error parse_pair raises.
-    rating = parse_rating(row.fields) if OTHER in row.fields else parse_pair(row.fields)
-    if type(rating[OTHER]) is not type(rating["prompt"]):
-        raise RowError(
-            "it and the row before must both be texts or both be messages", code="texts-and-messages"
-        )
-    answers = [rating["completion"], rating[OTHER]]
+    """Return a row's answer to its prompt as a candidate, and another row's one (see `rows_for_kto`)."""
+    # Rows without a label are invalid pairs, whose error parse_pair raises.
+    rating = parse_rating(row.fields) if {OTHER, "label"} & row.fields.keys() else parse_pair(row.fields)
+    answers = [rating["completion"]]
+    if OTHER in rating:
+        answers.append(rating[OTHER])
+        if type(rating[OTHER]) is not type(rating["prompt"]):
+            raise RowError(
+                "it and the row before must both be texts or both be messages", code="texts-and-messages"
+            )
     texts = _texts(segmenter, variables, row, rating["prompt"], answers)
     is_liked = rating["label"]
     return Candidates(texts, "answers", None, is_liked, class_name=str(is_liked).lower())

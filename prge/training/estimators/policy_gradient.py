@@ -58,8 +58,13 @@ class PolicyGradient:
     compares_copies: bool
 
     def measure(self, engine: Engine, step: Step) -> Measurement:
-        """Sample completions of the step's examples, or use those of an earlier step, and measure them."""
-        source = step.rollout_source
+        """Sample completions of the step's examples, or use those of an earlier step, and measure them.
+
+        Rated answers are measured as they are (see prge.objectives.preferences.OfflineGRPO).
+        """
+        if step.rollouts is None:
+            return self.estimator.measure(engine, step)
+        source = step.rollouts
         stored = (source.step(step.number - step.number % self.iterations) or {}).get(_COMPLETIONS)
         if stored is None:
             adapters = [step.adapter.copy()]

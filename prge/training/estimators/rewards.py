@@ -64,8 +64,8 @@ def reward_problems(
             for each in fields(RewardFlags)
             if getattr(settings, each.name) != each.default
         ]
-        if objective in REWARD_OBJECTIVES:
-            problems.append(f"--objective is {objective}, which needs a --reward")
+        if objective == "es":
+            problems.append("--objective is es, which needs a --reward")
         return problems
     problems = []
     if objective not in ("auto", *REWARD_OBJECTIVES):

@@ -195,7 +195,7 @@ def test_the_best_rate_for_a_reward_has_the_highest_one() -> None:
 
 
 def test_prompts_of_a_reward_are_read_less_often() -> None:
-    prompts = replace(facts(rows=200), objective="grpo")
+    prompts = replace(facts(rows=200), completed=True)
     assert decisions.steps(prompts, 8).value == 100 < decisions.steps(facts(rows=200), 8).value
 
 

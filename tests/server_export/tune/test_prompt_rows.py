@@ -83,7 +83,11 @@ def test_facts_count_the_completions_of_a_step(tmp_path: Path, objective: Any, c
     rows.check(TOKENIZER, SPEC)
     files.write(rows.split(TOKENIZER, SPEC))
     facts = files.facts(TOKENIZER, SPEC, "auto")
-    assert facts.widest == completions and facts.objective == ("grpo" if completions > 1 else "es")
+    assert (
+        facts.widest == completions
+        and facts.completed
+        and facts.objective == ("grpo" if completions > 1 else "es")
+    )
     assert facts.longest == len(TOKENIZER.encode("p10")) + LENGTH
     assert facts.targets == facts.rows * completions * LENGTH
 
