@@ -13,8 +13,9 @@ SuperGLUE's train.jsonl and val.jsonl; wikitext with wikitext_1000.json, a list 
 
 Then everything that exists is reported; `--parts` without a name only reports. What is finished is kept: the
 same command continues the study, and parts can be selected. All comparisons get their first seed before one
-gets its second. Comparisons that --json has and --out lacks stay in it, so that several machines can share a
-study. `--passes`, `--trials` and `--threads` are fixed once a comparison has begun.
+gets its second. Runs that --json has and --out lacks stay in it, so that several machines can share a study:
+give each its own tasks, methods or seeds. `--passes`, `--trials` and `--threads` are fixed once a comparison
+has begun.
 
 One core needs about 1 ms a token and pass. With 8,000 passes (250 steps of P-RGE with 4 queries, 166 of
 backpropagation), given rates and one seed, a method of the engine needs 5 minutes on SST-2 and COPA, and 15
@@ -210,17 +211,37 @@ def generate(folder: Path, result: Mapping[str, Any], threads: int) -> None:
 
 
 def collect(out: Path, earlier: Path | None = None) -> dict[str, Any]:
-    """Return all figures of a study's folder, and those of an earlier file that the folder lacks."""
+    """Return all figures of a study's folder, and those of runs in an earlier file that the folder lacks."""
     figures = read_json(earlier) if earlier and earlier.is_file() else {"comparisons": {}, "speed": {}}
-    stored = {plan: result for plan in make_plans() if (result := plan.result(out))}
-    new = {plan.name: summarize(plan, each, plan.folder(out)) for plan, each in stored.items()}
-    both = {**figures["comparisons"], **new}
-    comparisons = {plan.name: both[plan.name] for plan in make_plans() if plan.name in both}
+    comparisons = {}
+    for plan in make_plans():
+        before, new = figures["comparisons"].get(plan.name, {}), plan.result(out)
+        if result := join_runs(before.get("result", {}), new):
+            comparison = summarize(plan, result, plan.folder(out))
+            answers = comparison["answers"] or before.get("answers", {})
+            comparisons[plan.name] = {**comparison, "answers": answers, "result": without_paths(result)}
     files = {f"{batch}x{length}": out / "speed" / f"{batch}x{length}.json" for batch, length in SHAPES}
     schemes = {shape: read_json(path)["schemes"] for shape, path in files.items() if path.is_file()}
     speed = {shape: {base: each[BASES[base]] for base in BASES} for shape, each in schemes.items()}
     speed = {**figures["speed"], **speed}
     return {"comparisons": comparisons, "speed": speed, "not_run": [*not_run(comparisons)]}
+
+
+def without_paths(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the result of a comparison without folders and the command of the machine."""
+    names = {name: Path(result["settings"][name] or "").name for name in ("out", "model", "data")}
+    return {**result, "command": "", "settings": {**result["settings"], **names}}
+
+
+def join_runs(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the result of a comparison with the runs of two; of the same run, the second result counts."""
+    if not (first and second):
+        return {**(first or second)}
+    methods = {**first["methods"], **second["methods"]}
+    for name in first["methods"].keys() & second["methods"].keys():
+        runs = {run["seed"]: run for each in (first, second) for run in each["methods"][name]["runs"]}
+        methods[name] = {**methods[name], "runs": [runs[seed] for seed in sorted(runs)]}
+    return {**second, "methods": methods}
 
 
 def not_run(comparisons: Mapping[str, Any]) -> Iterator[str]:

@@ -201,6 +201,12 @@ def test_machines_share_a_study(study: Path, tmp_path: Path) -> None:
     assert [*both["comparisons"]] == [
         "memory-sst2-int4-query-value", MAIN.name, "copa-int4-query-value", "style-int4-query-value",
     ]  # fmt: skip
+    write_result(
+        tmp_path / "third", MAIN, stored(tmp_path, fzoo=make_method(True, [make_run(9, 0.9, 0.01, 32)]))
+    )
+    file.write_text(json.dumps(both), encoding="utf-8")
+    joined = collect(tmp_path / "third", file)["comparisons"][MAIN.name]["methods"]
+    assert {"p-rge-q1", "fzoo"} <= joined.keys() and joined["p-rge"]["seeds"] == [1, 2, 3]
     assert both["speed"] == figures["speed"] and both["not_run"] != figures["not_run"]
     assert both["comparisons"][MAIN.name]["methods"]["p-rge"]["seeds"] == [1, 2, 3]
 
