@@ -27,6 +27,7 @@ from device_runner.serving.rounds import Round, read_retained_examples, round_ou
 from device_runner.serving.settings import LearnFlags
 from device_runner.session.sensors import SensorReading, Sensors
 from device_runner.session.settings import EngineFlags, RunSettings
+from prge.cli.settings import settings_to_yaml
 from prge.data.readers.feedback import AnswerRecord, append_feedback, feedback_key, read_feedback, remove_rows
 from prge.data.tokenization import chat
 from prge.data.tokenization.tokenizer import load_bundle_tokenizer
@@ -35,6 +36,7 @@ from prge.formats.adapter import Adapter
 from prge.formats.bundle import open_bundle
 from prge.formats.journal import Journal
 from prge.formats.peft import read_lora, read_peft, write_lora
+from prge.formats.stored_settings import write_settings
 from tests.device_runner.numpy_device import Device, Killed
 from tests.hostile_feedback import HOSTILE_FEEDBACK, HOSTILE_TEMPLATE, UNUSUAL_FEEDBACK, chat_feedback
 from tests.refusals import raises
@@ -225,6 +227,25 @@ def test_learning_continues_a_run_with_its_rows_and_learning_rate(
     with Journal(workspace.learn / "rounds/0001/journal.jsonl", writable=False) as journal:
         begun = journal.records[0]["settings"]
         assert begun["learning_rate"] == 0.07 and begun["batch_size"] == 4 and begun["train_limit"] is None
+
+
+def test_learning_continues_a_run_that_learned_from_a_reward_without_its_prompts(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its prompts have no answers to retain."""
+    workspace.device.replaces(monkeypatch, run_verb)
+    begun = {"bundle": tmp_path / "bundle", "train": tmp_path / "kept.jsonl", "out": tmp_path / "run"}
+    run_verb.run(RunSettings(**begun, steps=2, quiet=True))
+    rewarded = RunSettings(
+        **begun, reward="reward.yaml", num_generations=4, temperature=0.7, learning_rate=0.07
+    )
+    write_settings(tmp_path / "run/config.yaml", settings_to_yaml(rewarded))
+    bundle = open_bundle(tmp_path / "bundle")
+    flags = replace(workspace.flags, learning_rate=None)
+    tokenizer = load_bundle_tokenizer(bundle)
+    plan, has_retained = plan_rounds(flags, EngineFlags(), tmp_path / "run", bundle, tokenizer)
+    assert not has_retained and plan.settings.reward is None
+    assert (plan.settings.objective, plan.settings.learning_rate) == ("completion", 0.07)
 
 
 @pytest.mark.parametrize("last", ["", "{{ '!' if loop.last and message.role == 'assistant' }}"])
