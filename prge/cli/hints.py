@@ -46,13 +46,10 @@ def suggest_setting(key: str, known: Collection[str], written: Callable[[str], s
     elsewhere = [text for _, text in settings_of_alias(key)]
     if elsewhere:
         return "", f"; other verbs call it {elsewhere[0]}"
-    similar = closest_match(key, known, 0.6)
-    for name, text in (
-        [(similar, written(similar))] if similar else settings_of_alias(closest_match(key, names, 0.85))
-    ):
-        if name in known:
-            return name, f"; did you mean {text}?"
-    return "", ""
+    matches = [(name, written(name)) for name in (closest_match(key, known, 0.85),)]
+    matches += settings_of_alias(closest_match(key, names, 0.85))
+    matches += [(name, written(name)) for name in (closest_match(key, known, 0.6),)]
+    return next(((name, f"; did you mean {text}?") for name, text in matches if name in known), ("", ""))
 
 
 def verb_error(name: str, verbs: Collection[str], prog: str) -> PrgeError:
