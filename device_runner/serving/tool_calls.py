@@ -84,7 +84,7 @@ class CallFormat:
 
     def alternatives(self, tools: Sequence[Mapping[str, Any]]) -> list[tuple[str, object, str]]:
         """Return a call of each tool, as `Grammars.json` takes it."""
-        calls = []
+        calls: list[tuple[str, object, str]] = []
         for tool in tools:
             before = f'{{"name": {json.dumps(tool["name"])}, "{self.arguments}": '
             calls.append((before, {"type": "object", **tool.get("parameters", {})}, "}"))

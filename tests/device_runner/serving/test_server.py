@@ -734,7 +734,7 @@ def test_executorchs_own_conformance_test(script: str, selected: str, count: int
     assert done.returncode == 0 and f"{count} passed" in done.stdout, done.stdout
 
 
-TOOLS = [
+TOOLS: list[dict[str, Any]] = [
     {
         "type": "function",
         "function": {
