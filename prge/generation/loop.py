@@ -463,7 +463,7 @@ class Generator:
         request = active.ticket.request
         if not request.prompt_logprobs:
             return self.engine.feed(active.sequence.number, chunk)
-        rows = list(self.engine.check(active.sequence.number, chunk))
+        rows: list[FloatArray] = [*self.engine.check(active.sequence.number, chunk)]
         # The last row of the prompt predicts the completion's first token.
         pairs = zip(rows, [*chunk[1:], *active.prompt_rest[:1]], strict=False)
         active.logprobs += [token_logprob(row, token, request.logprobs or 0) for row, token in pairs]
