@@ -32,6 +32,9 @@ _LIMITS = {"max_grammar_size": 100_000, "max_lexer_states": 20_000, "verbose_err
 # model.
 _LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _LONGEST_PROBLEM = 300
+# The name of a token that stands for the end of a completion, and the flags of an added token.
+_END = "\ufdd1end"
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 
 
 class Grammars:
@@ -95,9 +98,11 @@ class Grammars:
     @cached_property
     def _tokens(self) -> Any:
         """The library's tokenizer, with one more token, which stands for the end of a completion."""
-        library, count = _library(), self._tokenizer.vocabulary_size
+        library, content = _library(), self._tokenizer.to_json()
+        end = {"id": self._tokenizer.vocabulary_size, "content": _END, "special": True}
+        content["added_tokens"].append({**dict.fromkeys(_FLAGS, False), **end})
         try:
-            return library.LLTokenizer(self._tokenizer.to_json(), n_vocab=count + 1, eos_token=count)
+            return library.LLTokenizer(json.dumps(content), eos_token=end["id"])
         except (KeyboardInterrupt, SystemExit, MemoryError):
             raise
         except BaseException as error:  # a panic in Rust is not an Exception

@@ -471,12 +471,11 @@ class Generator:
         request = active.ticket.request
         if not request.prompt_logprobs:
             return self.engine.feed(active.sequence.number, chunk)
-        logits = self.engine.check(active.sequence.number, chunk)
-        following = [*chunk[1:], *active.prompt_rest[:1]]
-        pairs = zip(logits, following, strict=False)
+        rows: list[FloatArray] = [*self.engine.check(active.sequence.number, chunk)]
+        # The last row of the prompt predicts the completion's first token.
+        pairs = zip(rows, [*chunk[1:], *active.prompt_rest[:1]], strict=False)
         active.logprobs += [token_logprob(row, token, request.logprobs or 0) for row, token in pairs]
-        last: FloatArray = logits[-1]
-        return last
+        return rows[-1]
 
     def _decode(self, decoding: Sequence[_ActiveRequest]) -> None:
         """Generate one token for each of these completions."""

@@ -15,13 +15,14 @@ from typing import Any
 import openai
 import pytest
 
-from tests.tiny_models import save_model
+from tests.tiny_models import SHALLOW, save_model
 from tests.verbs import REPOSITORY, prge
 from tests.workshop import FolderBuilder, export, write_rows
 
 pytestmark = pytest.mark.whole
 
-TEMPLATE = "{% if tools %}{{ tools[0].function.name }}{% endif %}{{ messages[0].content }}:{# <tool_call> #}"
+TEMPLATE = "{% if tools %}{{ tools[0].function.name }}{# <tool_call> #}{% endif %}{{ messages[0].content }} "
+ROLES = ("--roles", "forward", "prefill", "decode")
 BOOLEAN = {
     "type": "object",
     "properties": {"a": {"type": "boolean"}},
@@ -36,8 +37,8 @@ def model(made_once: FolderBuilder) -> Path:
     """Return a folder with `model` and `bundle`, whose context is long enough for calls."""
 
     def make(folder: Path) -> None:
-        save_model(folder / "model", "llama", max_position_embeddings=256)
-        export(folder / "model", folder / "bundle", "--context", 256)
+        save_model(folder / "model", "llama", max_position_embeddings=256, **SHALLOW["llama"])
+        export(folder / "model", folder / "bundle", "--context", 256, *ROLES)
 
     return made_once("long", make)
 

@@ -364,14 +364,14 @@ class Tokenizer:
         """Tokens of whole characters, after which other tokens are decoded as inside a text."""
         return self.encode("a")
 
-    def to_json(self) -> str:
-        """Return the tokenizer in the library's format, with the tokens that it was loaded with."""
+    def to_json(self) -> dict[str, Any]:
+        """Return the content of a `tokenizer.json` with the tokens that the tokenizer was loaded with."""
         with _library_errors(_decoding_error):
-            content = json.loads(self._backend.to_str())
+            content: dict[str, Any] = json.loads(self._backend.to_str())
         content["added_tokens"] = [
             token for token in content["added_tokens"] if not token["content"].startswith(_ALIAS)
         ]
-        return json.dumps(content)
+        return content
 
     def control_id(self, text: str) -> int | None:
         """Return the id of a control token; None if the text is not a control token."""
