@@ -12,6 +12,7 @@ import pytest
 from prge.errors import ConfigError, RewardError
 from prge.rewards.opening import open_reward
 from prge.rewards.python_file import PythonReward
+from tests.refusals import raises
 
 
 @pytest.fixture
@@ -88,7 +89,7 @@ def test_a_function_that_fails_is_an_error(  # type: ignore[no-untyped-def]
 
 def test_a_function_that_never_returns_is_stopped(opened) -> None:  # type: ignore[no-untyped-def]
     reward, start = opened("sleeps", 2), time.monotonic()
-    with pytest.raises(RewardError, match="did not return within 2 seconds"):
+    with raises(RewardError, "reward-too-slow", containing="2 seconds"):
         reward("p", "c", {})
     assert time.monotonic() - start < 10
 

@@ -11,6 +11,7 @@ import yaml
 from prge.errors import ConfigError, RewardError
 from prge.rewards.opening import open_reward
 from prge.rewards.rules import RULES, read_rules
+from tests.refusals import raises
 
 SCHEMA = {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}}}
 ROW = {"prompt": "p", "answer": "Paris", "total": "it is 1,200.5"}
@@ -81,7 +82,7 @@ def test_a_file_that_is_no_reward_is_refused(tmp_path: Path, entry: Any, message
 @pytest.mark.parametrize("schema", [{"type": "objekt"}, [], "object"])
 def test_a_schema_that_is_none_is_refused(tmp_path: Path, schema: Any) -> None:
     pytest.importorskip("jsonschema")
-    with pytest.raises(ConfigError, match="schema is"):
+    with raises(ConfigError, "reward-unusable", containing="schema is"):
         rules(tmp_path / "reward.yaml", {"rule": "json", "schema": schema or [1]})
 
 
@@ -89,14 +90,14 @@ def test_a_schema_that_is_none_is_refused(tmp_path: Path, schema: Any) -> None:
 def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "reward.yaml"
     path.write_text(text, encoding="utf-8")
-    with pytest.raises(ConfigError, match="can't be used as a reward"):
+    with raises(ConfigError, "reward-unusable", containing=str(path)):
         open_reward(str(path))
 
 
 def test_a_missing_column_is_an_error(tmp_path: Path) -> None:
     reward = rules(tmp_path / "reward.yaml", {"rule": "match", "column": "solution"})
-    with pytest.raises(RewardError, match="no column solution; its columns are prompt, answer, total"):
+    with raises(RewardError, "column-missing", containing="prompt, answer, total"):
         reward("p", "x", ROW)
     number = rules(tmp_path / "reward.yaml", {"rule": "number", "column": "answer"})
-    with pytest.raises(RewardError, match="has no number: 'Paris'"):
+    with raises(RewardError, "column-without-number", containing="'Paris'"):
         number("p", "x", ROW)
