@@ -24,8 +24,8 @@ DOCUMENTS = [README, REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs
 LINKING = [*DOCUMENTS, REPOSITORY / "CHANGELOG.md"]
 FOLDERS = ("prge", "device_runner", "server_export", "scripts", "tests", "docs")
 SCRIPTS = REPOSITORY / "scripts"
-# Flags of other programs that sentences name: llama.cpp's and MkDocs'.
-FOREIGN = {"--lora", "--config-file"}
+# Flags of other programs that sentences name: those of llama.cpp, MkDocs and lm-evaluation-harness.
+FOREIGN = {"--lora", "--config-file", "--include_path"}
 
 
 def named(path: Path) -> str:

@@ -178,6 +178,15 @@ def test_a_check_has_logits_for_each_token_and_changes_nothing(
         assert difference(generation_engine.step({text: token})[text], expected[position]) < bound
 
 
+def test_a_check_takes_any_number_of_tokens(bundle: Bundle, oracle: TorchEngine) -> None:
+    adapter, tokens = adapter_of(bundle, 1), tokens_of(bundle, 30)
+    expected = logits_of(oracle, adapter, tokens)
+    generation_engine = open_generation_engine(bundle)
+    sequence = generation_engine.open(adapter)
+    first, rest = generation_engine.check(sequence, tokens[:1]), generation_engine.check(sequence, tokens[1:])
+    assert difference(np.concatenate([first, rest]), expected) < TOLERANCE
+
+
 @pytest.mark.parametrize("precision", ["float32", "float16"])
 def test_with_little_memory_the_logits_are_the_same_bits(bundle: Bundle, precision: Any) -> None:
     adapter, tokens = adapter_of(bundle, 1), tokens_of(bundle, 30)

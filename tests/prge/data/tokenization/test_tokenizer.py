@@ -345,3 +345,23 @@ def test_the_time_of_a_long_text_is_linear(name: str) -> None:
 )
 def test_an_unknown_id_is_refused(model: Any, unknown: int | None) -> None:
     assert Tokenizer(Backend(model)).unknown_id == unknown
+
+
+def test_the_text_of_one_token_is_that_inside_a_text(
+    tokenizer: Tokenizer, prefixed_tokenizer: Tokenizer
+) -> None:
+    for each in (tokenizer, prefixed_tokenizer):
+        tokens = each.encode("a dog was good")
+        assert "".join(each.token_text(token) or "" for token in tokens).strip() == "a dog was good"
+        assert each.token_text(tokens[-1]) not in (None, each.token(tokens[-1]).strip("Ġ▁"))
+    assert tokenizer.token_text(tokenizer.eos_id or 0) == "</s>"
+    halves = tokenizer.encode("é")
+    assert len(halves) == 2 and [tokenizer.token_text(half) for half in halves] == [None, None]
+
+
+def test_the_content_of_a_tokenizer_is_what_it_was_loaded_with() -> None:
+    backend = byte_level_backend()
+    before = json.loads(backend.to_str())
+    tokenizer = Tokenizer(backend, bos_id=1, eos_id=2)
+    tokenizer.encode("a</s> b", control=[1])
+    assert tokenizer.to_json() == before
