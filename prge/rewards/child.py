@@ -54,6 +54,7 @@ def main(path: str, name: str) -> None:
     os.dup2(2, 1)
 
     def respond(response: dict[str, Any]) -> None:
+        sys.stdout.flush()  # errors quote what was printed
         responses.write(json.dumps(response) + "\n")
         responses.flush()
 
