@@ -26,7 +26,7 @@ def bundle(made_once: FolderBuilder) -> Path:
 @pytest.mark.timeout(900)
 def test_the_model_learns_from_a_reward_alone(bundle: Path, tmp_path: Path) -> None:
     solved = learn_from_reward(tmp_path, bundle)
-    assert solved["before"] < 0.3 and solved["after"] > 0.7
+    assert solved["before"] < 0.3 and solved["after"] > solved["before"] + 0.3
     train = read_json(tmp_path / "rewarded/run.json")["train"]
     assert train["final_step"] > 0 and train["best"]["reward"] == solved["after"]
     # The rows of this run have prompts and no answers.
