@@ -71,7 +71,7 @@ def _with_calls(answer: Answer, parsed: ParsedRequest, call_format: CallFormat) 
 
 
 def _chat_logprobs(logprobs: Sequence[TokenLogprob], tokenizer: Tokenizer) -> Json:
-    """Return log-probabilities in the form of chats; tokens that aren't whole characters have no bytes."""
+    """Return log-probabilities as chat completions have them; parts of characters have no bytes."""
     text_of = cache(tokenizer.token_text)
 
     def describe(token: int, logprob: float) -> Json:

@@ -1,4 +1,4 @@
-"""Examples of prompts, whose completions a reward scores."""
+"""Prompts as examples: a model writes their completions, and a reward scores them."""
 
 from __future__ import annotations
 

@@ -14,10 +14,11 @@ from __future__ import annotations
 import json
 import resource
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from trl_recording import clock, recording_trainer
 
 from prge.rewards.opening import open_reward
 
@@ -32,7 +33,7 @@ def take_steps(settings: Mapping[str, Any]) -> dict[str, Any]:
     import torch
     from datasets import Dataset
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
 
     losses: list[float] = []
@@ -41,26 +42,6 @@ def take_steps(settings: Mapping[str, Any]) -> dict[str, Any]:
     rows = [json.loads(line) for line in Path(settings["rows"]).read_text(encoding="utf-8").splitlines()]
     tokenizer = AutoTokenizer.from_pretrained(settings["model"])
     base = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32)
-
-    class RecordingTrainer(GRPOTrainer):  # type: ignore[misc]
-        """A trainer that records exact losses; its log rounds them."""
-
-        def compute_loss(self, *arguments: Any, **keywords: Any) -> Any:
-            """See transformers.Trainer."""
-            loss = super().compute_loss(*arguments, **keywords)
-            losses.append(float(loss.detach()))
-            return loss
-
-    class Clock(TrainerCallback):  # type: ignore[misc]
-        """Records the seconds of steps."""
-
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            """See transformers.TrainerCallback."""
-            times.append(-time.perf_counter())
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            """See transformers.TrainerCallback."""
-            times[-1] += time.perf_counter()
 
     recorded, sampled = (iter(settings.get(name, ())) for name in ("rewards", "completions"))
     reward = open_reward(settings["reward"]) if "reward" in settings else None
@@ -81,7 +62,7 @@ def take_steps(settings: Mapping[str, Any]) -> dict[str, Any]:
             "logprobs": None,
         }
 
-    trainer = RecordingTrainer(
+    trainer = recording_trainer(GRPOTrainer, losses)(
         PeftModel.from_pretrained(base, settings["adapter"], is_trainable=True),
         reward_funcs=rewards,
         rollout_func=None if reward is not None else rollouts,
@@ -97,7 +78,7 @@ def take_steps(settings: Mapping[str, Any]) -> dict[str, Any]:
         ),
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
-        callbacks=[Clock()],
+        callbacks=[clock(times)],
     )
     trainer.train()
     trainer.model.save_pretrained(Path(settings["out"], "adapter"))

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from trl_recording import clock, recording_trainer
 
 
 def main() -> None:
@@ -29,32 +30,12 @@ def take_steps(settings: Mapping[str, Any]) -> dict[str, list[float]]:
     import torch
     from datasets import Dataset
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     rows = settings["rows"]
     losses: list[float] = []
     times: list[float] = []
     trainer_class, config_class, extra_settings = _trainer(settings["objective"], rows)
-
-    class RecordingTrainer(trainer_class):  # type: ignore[misc, valid-type]
-        """A trainer that records exact losses; its log rounds them."""
-
-        def compute_loss(self, *arguments: Any, **keywords: Any) -> Any:
-            """See transformers.Trainer."""
-            loss = super().compute_loss(*arguments, **keywords)
-            losses.append(float(loss.detach()))
-            return loss
-
-    class Clock(TrainerCallback):  # type: ignore[misc]
-        """Records the seconds of steps."""
-
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            """See transformers.TrainerCallback."""
-            times.append(-time.perf_counter())
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            """See transformers.TrainerCallback."""
-            times[-1] += time.perf_counter()
 
     base = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32)
     arguments = config_class(
@@ -75,12 +56,12 @@ def take_steps(settings: Mapping[str, Any]) -> dict[str, list[float]]:
         disable_tqdm=True,
         **extra_settings,
     )
-    trainer = RecordingTrainer(
+    trainer = recording_trainer(trainer_class, losses)(
         PeftModel.from_pretrained(base, settings["adapter"], is_trainable=True),
         args=arguments,
         train_dataset=Dataset.from_list([{**row} for row in rows]),
         processing_class=AutoTokenizer.from_pretrained(settings["model"]),
-        callbacks=[Clock()],
+        callbacks=[clock(times)],
     )
     trainer.train()
     return {"losses": losses, "seconds": times}

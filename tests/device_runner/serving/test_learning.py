@@ -232,7 +232,7 @@ def test_learning_continues_a_run_with_its_rows_and_learning_rate(
 def test_learning_continues_a_run_that_learned_from_a_reward_without_its_prompts(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Its prompts have no answers to retain."""
+    """The prompts of the run have no answers to retain."""
     workspace.device.replaces(monkeypatch, run_verb)
     begun = {"bundle": tmp_path / "bundle", "train": tmp_path / "kept.jsonl", "out": tmp_path / "run"}
     run_verb.run(RunSettings(**begun, steps=2, quiet=True))
