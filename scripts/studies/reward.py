@@ -25,6 +25,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@dataclass(frozen=True)
+class Task:
+    """What all trainings of a task read: the bundle, the rows of each split, and the rules of the reward."""
+
+    bundle: Path
+    files: Mapping[str, Path]
+    rules: Path
+
+
 def main() -> None:
     """Parse the flags, run every task, method and seed, and print JSON."""
     parser = make_parser(__doc__, out=Path("reward"))
@@ -89,36 +99,26 @@ def study(arguments: argparse.Namespace, task: str) -> dict[str, Any]:
         if (method == "answers" and task not in ANSWERED) or (method == "trl" and task != TRL_TASK):
             continue
         train = train_with_trl if method == "trl" else train_on_engine
-        runs = [
-            train(arguments, method, seed, bundle=bundle, files=files, rules=rules)
-            for seed in arguments.seeds
-        ]
+        runs = [train(arguments, method, seed, Task(bundle, files, rules)) for seed in arguments.seeds]
         figures[method] = summarize(runs, [name for name in FIGURES if name in runs[0]])
     return figures
 
 
-def train_on_engine(
-    arguments: argparse.Namespace,
-    method: str,
-    seed: int,
-    bundle: Path,
-    files: Mapping[str, Path],
-    rules: Path,
-) -> dict[str, Any]:
+def train_on_engine(arguments: argparse.Namespace, method: str, seed: int, task: Task) -> dict[str, Any]:
     """Train with `prge run`, and return the figures."""
-    run = files["test"].parent / f"{method}-{seed}"
+    run = task.files["test"].parent / f"{method}-{seed}"
     flags = {**BATCH, **SETTINGS[method]}
     if method != "answers":
-        flags |= {"reward": rules, "max_completion_length": LENGTH}
+        flags |= {"reward": task.rules, "max_completion_length": LENGTH}
     make_once(
-        "run", run, bundle=bundle, train=files["train"], dev=files["dev"], seed=seed, steps=arguments.steps,
-        threads=arguments.threads, **flags,
+        "run", run, bundle=task.bundle, train=task.files["train"], dev=task.files["dev"], seed=seed,
+        steps=arguments.steps, threads=arguments.threads, **flags,
     )  # fmt: skip
     steps = [record for record in read_metrics(run) if record["event"] == "step"]
     summary = training_summary(run)
     return {
         "seed": seed,
-        **score(bundle, f"tuned={run}", files["test"], rules, run.with_suffix(".json")),
+        **score(task.bundle, f"tuned={run}", task.files["test"], task.rules, run.with_suffix(".json")),
         "tokens": sum(record.get("completion_tokens", 0) for record in steps),
         "seconds": summary["seconds"] - summary["evaluation_seconds"],
         "memory_mb": summary["memory"]["peak_bytes"] / 1e6,
@@ -147,20 +147,13 @@ def score_texts(texts: list[str], rows: Path, rules: Path) -> dict[str, float]:
     }
 
 
-def train_with_trl(
-    arguments: argparse.Namespace,
-    method: str,
-    seed: int,
-    bundle: Path,
-    files: Mapping[str, Path],
-    rules: Path,
-) -> dict[str, Any]:
+def train_with_trl(arguments: argparse.Namespace, method: str, seed: int, task: Task) -> dict[str, Any]:
     """Train with TRL's trainer in a process of its own, and return the figures of its last adapter."""
-    out = files["test"].parent / f"{method}-{seed}"
+    out = task.files["test"].parent / f"{method}-{seed}"
     grpo = SETTINGS["grpo"]
     settings = {
-        "model": str(merged_model(arguments, bundle)), "adapter": str(bundle / "adapter"), "out": str(out),
-        "rows": str(files["train"]), "reward": str(rules),
+        "model": str(merged_model(arguments, task.bundle)), "adapter": str(task.bundle / "adapter"),
+        "out": str(out), "rows": str(task.files["train"]), "reward": str(task.rules),
         "grpo": {
             "per_device_train_batch_size": BATCH["batch_size"] * grpo["num_generations"],
             "num_generations": grpo["num_generations"], "max_completion_length": LENGTH, "beta": 0.0,
@@ -185,7 +178,7 @@ def train_with_trl(
     trained = json.loads(result.read_text(encoding="utf-8"))
     return {
         "seed": seed,
-        **score(bundle, f"tuned={out / 'adapter'}", files["test"], rules, out / "test.json"),
+        **score(task.bundle, f"tuned={out / 'adapter'}", task.files["test"], task.rules, out / "test.json"),
         "tokens": trained["tokens"],
         "seconds": sum(trained["seconds"]),
         "memory_mb": trained["memory_mb"],
