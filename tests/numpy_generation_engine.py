@@ -83,6 +83,12 @@ class NumpyGenerationEngine:
         assert 0 <= length <= self.length(sequence)
         del self._states[sequence][length + 1 :]
 
+    def copy(self, source: int, target: int, length: int) -> None:
+        """See prge.generation.generator.GenerationEngine.copy."""
+        assert self.length(target) == 0 and 0 <= length <= self.length(source)
+        assert np.array_equal(self._adapters[source], self._adapters[target])
+        self._states[target] = self._states[source][: length + 1]
+
     def close(self, sequence: int) -> None:
         """See prge.generation.generator.GenerationEngine.close."""
         del self._states[sequence], self._adapters[sequence]

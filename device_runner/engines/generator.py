@@ -158,11 +158,19 @@ class ChainGenerationEngine:
     def rewind(self, sequence: int, length: int) -> None:
         """See GenerationEngine."""
         before = self.length(sequence)
-        length = min(length, before)
-        if length < before and any(self._recurrent.values()):
-            length = 0
-        self._sequences[sequence].length = length
+        self._sequences[sequence].length = self._kept(sequence, length)
         self._clear(self._sequences[sequence], before)
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """See GenerationEngine."""
+        length = self._kept(source, length)
+        first, second = self._sequences[source].slot, self._sequences[target].slot
+        for cache in self._caches.values():
+            cache[second, :, 1 : 1 + length] = cache[first, :, 1 : 1 + length]
+        for recurrent in self._recurrent.values():
+            for array in recurrent.values():
+                array[second] = array[first] if length else 0
+        self._sequences[target].length = length
 
     def close(self, sequence: int) -> None:
         """See GenerationEngine."""
@@ -245,6 +253,12 @@ class ChainGenerationEngine:
         return self._blocks.lora_a if adapter.lora_a is None else adapter.lora_a
 
     # Sequences and their caches
+
+    def _kept(self, sequence: int, length: int) -> int:
+        """Return how many of a sequence's first `length` tokens its cache can be cut to."""
+        if length < self.length(sequence) and any(self._recurrent.values()):
+            return 0
+        return min(length, self.length(sequence))
 
     def _reserve(self, length: int) -> None:
         """Grow the caches to hold this number of tokens of each sequence."""

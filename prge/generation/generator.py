@@ -72,6 +72,13 @@ class GenerationEngine(Protocol):
         """Remove all tokens of a sequence after the first `length`, or more if the cache requires it."""
         ...
 
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Begin an empty sequence with the first `length` tokens of another one that has the same adapter.
+
+        Fewer tokens are copied, or none, if the cache requires it.
+        """
+        ...
+
     def close(self, sequence: int) -> None:
         """Close a sequence and free its slot."""
         ...

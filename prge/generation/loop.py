@@ -3,7 +3,8 @@
     submit -> waiting -> prefill in chunks -> one token per round -> finished; its sequence stays open, idle
 
 If a new request's tokens begin like those of an idle sequence, the sequence is rewound to the common prefix
-and only the rest is computed: the next turn of a conversation, or rows with a common beginning. Because the
+and only the rest is computed: the next turn of a conversation. Otherwise a common prefix is copied from any
+open sequence, as of completions of the same prompt, or of prompts with the same system message. Because the
 time that this saves reveals earlier prompts, requests say with which others they share a prefix; see
 `Sharing`.
 """
@@ -41,6 +42,8 @@ _REPEATED_TOKENS, _REPEATED_CHARACTERS = 8, 16
 MAX_PREFILL_TOKENS = 256
 # The same for a prompt whose log-probabilities are computed: its logits take vocabulary x 4 bytes per token.
 MAX_SCORED_TOKENS = 32
+# Minimum number of common tokens that are copied from another sequence.
+MIN_COPIED = 8
 
 
 @dataclass(frozen=True)
@@ -449,6 +452,7 @@ class Generator:
         """Compute up to MAX_PREFILL_TOKENS prompt tokens, oldest requests first; sample the first tokens."""
         left = MAX_PREFILL_TOKENS
         for active in [active for active in self._active if active.prompt_rest]:
+            self._copy_prefix(active)
             size = min(left, MAX_SCORED_TOKENS) if active.ticket.request.prompt_logprobs else left
             chunk, active.prompt_rest = active.prompt_rest[:size], active.prompt_rest[size:]
             start = time.perf_counter()
@@ -465,6 +469,24 @@ class Generator:
             left -= len(chunk)
             if not left:
                 return
+
+    def _copy_prefix(self, active: _ActiveRequest) -> None:
+        """Begin an empty sequence with the longest prefix that another sequence shares with its prompt."""
+        sequence, request = active.sequence, active.ticket.request
+        if sequence.tokens or request.prompt_logprobs:
+            return
+        # The last token is always computed; see `_open_sequence`.
+        tokens = active.ticket.tokens[:-1]
+        shared = [
+            (other.shared_length(tokens, request.sharing), other)
+            for other in (*(each.sequence for each in self._active), *self._idle)
+            if other.adapter is sequence.adapter
+        ]
+        common, best = max(shared, key=lambda pair: pair[0])
+        if common >= MIN_COPIED:
+            self.engine.copy(best.number, sequence.number, common)
+            sequence.tokens = [*tokens[: self.engine.length(sequence.number)]]
+            active.prompt_rest = [*active.ticket.tokens[len(sequence.tokens) :]]
 
     def _feed(self, active: _ActiveRequest, chunk: Sequence[int]) -> FloatArray:
         """Append tokens of a prompt, with their log-probabilities if requested; return the last logits."""

@@ -33,7 +33,7 @@ class TeacherForcedEngine:
         )
         self.max_checked = engine.max_checked
         self.open, self.close = engine.open, engine.close
-        self.length, self.rewind = engine.length, engine.rewind
+        self.length, self.rewind, self.copy = engine.length, engine.rewind, engine.copy
 
     def feed(self, sequence: int, tokens: Sequence[int]) -> FloatArray:
         """See GenerationEngine."""

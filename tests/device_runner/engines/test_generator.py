@@ -157,6 +157,20 @@ def test_a_sequence_continues_after_a_rewind(bundle: Bundle, oracle: TorchEngine
     assert difference(generation_engine.step({sequence: others[9]})[sequence], expected[21]) < TOLERANCE
 
 
+def test_a_sequence_begins_with_a_copy_of_another(bundle: Bundle, oracle: TorchEngine) -> None:
+    generation_engine, adapter = open_generation_engine(bundle, slots=2), adapter_of(bundle, 1)
+    tokens, others = tokens_of(bundle, 30), tokens_of(bundle, 30, seed=5)
+    first, second = generation_engine.open(adapter), generation_engine.open(adapter)
+    generation_engine.feed(first, tokens[:20])
+    generation_engine.copy(first, second, 12)
+    assert (generation_engine.length(first), generation_engine.length(second)) == (20, 12)
+    generation_engine.feed(second, others[:9])
+    results = generation_engine.step({first: tokens[20], second: others[9]})
+    rows = {first: tokens[:21], second: tokens[:12] + others[:10]}
+    for sequence, row in rows.items():
+        assert difference(results[sequence], logits_of(oracle, adapter, row)[-1]) < TOLERANCE
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_a_check_has_logits_for_each_token_and_changes_nothing(
     bundle: Bundle, oracle: TorchEngine, dtype: Any

@@ -434,3 +434,9 @@ def test_texts_of_a_recurrence_in_reused_slots(case: Case) -> None:
     generation_engine.rewind(sequence, 4)
     assert generation_engine.length(sequence) == 0
     check(generation_engine.feed(sequence, tokens[:6]), tokens[:6])
+    copy = generation_engine.open(adapter)
+    generation_engine.copy(sequence, copy, 4)
+    assert generation_engine.length(copy) == 0
+    generation_engine.copy(sequence, copy, 6)
+    for copied, logits in generation_engine.step({copy: 9, sequence: 11}).items():
+        check(logits, [*tokens[:6], 9 if copied == copy else 11])

@@ -19,6 +19,7 @@ from prge.formats.adapter import Adapter
 from prge.generation.loop import (
     MAX_PREFILL_TOKENS,
     MAX_SCORED_TOKENS,
+    MIN_COPIED,
     Completion,
     GenerationSettings,
     Generator,
@@ -256,6 +257,34 @@ def test_the_same_prompt_again_feeds_its_last_token_alone() -> None:
     again = generator.generate([make_request()])[0]
     assert engine.calls[0] == [6]
     assert again.tokens == first.tokens
+
+
+def test_completions_of_one_prompt_compute_it_once() -> None:
+    prompt = [1, *range(5, 25)]
+    requests = [make_request(prompt, sampling=SamplingSettings(temperature=1.0, seed=n)) for n in range(3)]
+    requests[2] = replace(requests[2], prompt=Prompt((*prompt[:-3], 40, 41)))
+    engine = NumpyGenerationEngine()
+    completions = Generator(engine, TOKENIZER).generate(requests)
+    assert engine.calls[:3] == [prompt, prompt[-1:], [40, 41]]
+    assert [each.fed_tokens for each in completions] == [21, 1, 2]
+    assert [[*each.tokens] for each in completions] == [alone(request) for request in requests]
+
+
+@pytest.mark.parametrize("common", [MIN_COPIED - 1, MIN_COPIED])
+def test_short_beginnings_other_groups_and_other_adapters_are_not_copied(common: int) -> None:
+    begin, engine = [1, *range(5, 4 + common)], NumpyGenerationEngine()
+    ends = [[*range(100, 120)], [*range(200, 220)], [*range(300, 320)]]
+    requests = [make_request([*begin, *end]) for end in ends]
+    assert [each.fed_tokens for each in Generator(engine, TOKENIZER).generate(requests)] == (
+        [common + 20] * 3 if common < MIN_COPIED else [common + 20, 20, 20]
+    )
+    others = [
+        requests[0],
+        replace(requests[1], sharing=Sharing("another")),
+        replace(requests[2], adapter=TUNED),
+    ]
+    completions = Generator(NumpyGenerationEngine(), TOKENIZER).generate(others)
+    assert [each.fed_tokens for each in completions] == [common + 20] * 3
 
 
 def test_nothing_is_shared_between_groups() -> None:
