@@ -1,9 +1,10 @@
 """Rows of the tasks of results.py, from the published files of the data sets.
 
 MeZO's protocol (arXiv 2305.17333): 1,000 training rows, 500 development rows, which choose learning rate and
-step, and 1,000 test rows, or fewer if there are fewer. A quarter of the published training rows is set aside
-for development; rows with the same text, such as the questions about a paragraph, stay together. Test rows
-are from the published development files, because the labels of published test rows are secret.
+step, and 1,000 test rows; fewer if there are fewer, or if rows are long. A quarter of the published training
+rows is set aside for development; rows with the same text, such as the questions about a paragraph, stay
+together. Test rows are from the published development files, because the labels of published test rows are
+secret.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ class StudyTask(NamedTuple):
 STYLE, TEXTS = "style", "wikitext"
 TASKS: dict[str, StudyTask] = {
     "sst2": StudyTask("SST-2", files=("train.tsv", "dev.tsv")),
-    "rte": StudyTask("RTE", group="premise"),
-    "wic": StudyTask("WiC"),
+    # Longer rows: fewer passes, and fewer rows to score.
+    "rte": StudyTask("RTE", (1000, 200, 1000), group="premise", passes=0.5),
+    "wic": StudyTask("WiC", (1000, 200, 1000), passes=0.5),
     "wsc": StudyTask("WSC", (420, 140, 104), group="text"),
     "copa": StudyTask("COPA", (300, 100, 100)),
-    # Long rows: fewer passes, and fewer rows to score.
     "multirc": StudyTask("MultiRC", (1000, 100, 500), group="paragraph", passes=0.25),
     STYLE: StudyTask("A style of answers", (300, 60, 100)),
     TEXTS: StudyTask("WikiText", (800, 100, 100)),

@@ -18,8 +18,8 @@ give each its own tasks, methods or seeds. `--passes`, `--trials` and `--threads
 has begun.
 
 One core needs about 1 ms a token and pass. With 8,000 passes (250 steps of P-RGE with 4 queries, 166 of
-backpropagation), given rates and one seed, a method of the engine needs 5 minutes on SST-2 and COPA, and 15
-on WiC and RTE, more than half of it for development rows; backpropagation in PyTorch twice as long. `--trials
+backpropagation), given rates and one seed, a method of the engine needs 4 minutes on COPA and 5 on SST-2,
+more than half of it for development rows; backpropagation in PyTorch twice as long. `--trials
 3` also searches for the rates, around the given ones. The speed part needs half an hour, the memory part and
 the answers less.
 """

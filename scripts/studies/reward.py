@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from reward_tasks import RULES, TASKS, Rows, make_splits
+from reward_tasks import LENGTHS, RULES, TASKS, Rows, make_splits
 from verbs import (
     answers,
     make_once,
@@ -52,20 +52,26 @@ FIGURES = ("solved", "reward", "words", "tokens", "seconds", "memory_mb")
 # Tasks with right answers, and the task of TRL's trainer.
 ANSWERED, TRL_TASK = ("json", "sum"), "short"
 SHAPE: dict[str, Any] = {"adapter": "lora", "target_modules": "all-linear", "rank": 8}
-LENGTH = 48
-Files = Mapping[str, Path]
-BATCH: dict[str, Any] = {"batch_size": 4, "eval_steps": 25}
+# Rates and sizes were chosen on development prompts.
 SETTINGS: dict[str, dict[str, Any]] = {
-    "es": {"objective": "es", "queries": 8, "epsilon": 0.02, "learning_rate": 0.01},
-    "grpo": {"objective": "grpo", "num_generations": 8, "learning_rate": 1e-3},
-    "answers": {"learning_rate": 1e-3},
+    "es": {
+        **{"objective": "es", "steps": 40, "batch_size": 4, "queries": 8},
+        **{"epsilon": 0.03, "learning_rate": 0.01, "temperature": 0.0},
+    },
+    "grpo": {
+        **{"objective": "grpo", "steps": 24, "batch_size": 2, "num_generations": 8},
+        **{"learning_rate": 1e-3},
+    },
+    "answers": {"steps": 24, "batch_size": 16, "learning_rate": 1e-3},
 }
+EVALUATIONS = 4
 
 
 @dataclass(frozen=True)
 class Task:
     """What all trainings of a task read: the bundle, the rows of each split, and the rules of the reward."""
 
+    name: str
     bundle: Path
     files: Mapping[str, Path]
     rules: Path
@@ -77,7 +83,6 @@ def main() -> None:
     parser.add_argument("--model", help="folder, GGUF file or hub id; default: SmolLM2-135M-Instruct")
     parser.add_argument("--tasks", nargs="+", default=[*TASKS], choices=[*TASKS])
     parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS)
-    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -94,12 +99,13 @@ def study(arguments: argparse.Namespace, task: str) -> dict[str, Any]:
     files = {split: write_rows(out / f"{split}.jsonl", rows) for split, rows in make_splits(task).items()}
     rules = out / "reward.yaml"
     rules.write_text(yaml.safe_dump({"rewards": RULES[task]}), encoding="utf-8")
-    figures: dict[str, Any] = {"before": score(bundle, "base", files["test"], rules, out / "before.json")}
+    task_files = Task(task, bundle, files, rules)
+    figures: dict[str, Any] = {"before": score(task_files, "base", out / "before.json", arguments.threads)}
     for method in arguments.methods:
         if (method == "answers" and task not in ANSWERED) or (method == "trl" and task != TRL_TASK):
             continue
         train = train_with_trl if method == "trl" else train_on_engine
-        runs = [train(arguments, method, seed, Task(bundle, files, rules)) for seed in arguments.seeds]
+        runs = [train(arguments, method, seed, task_files) for seed in arguments.seeds]
         figures[method] = summarize(runs, [name for name in FIGURES if name in runs[0]])
     return figures
 
@@ -107,30 +113,32 @@ def study(arguments: argparse.Namespace, task: str) -> dict[str, Any]:
 def train_on_engine(arguments: argparse.Namespace, method: str, seed: int, task: Task) -> dict[str, Any]:
     """Train with `prge run`, and return the figures."""
     run = task.files["test"].parent / f"{method}-{seed}"
-    flags = {**BATCH, **SETTINGS[method]}
+    flags = dict(SETTINGS[method])
     if method != "answers":
-        flags |= {"reward": task.rules, "max_completion_length": LENGTH}
+        flags |= {"reward": task.rules, "max_completion_length": LENGTHS[task.name]}
     make_once(
         "run", run, bundle=task.bundle, train=task.files["train"], dev=task.files["dev"], seed=seed,
-        steps=arguments.steps, threads=arguments.threads, **flags,
+        eval_steps=flags["steps"] // EVALUATIONS, threads=arguments.threads, **flags,
     )  # fmt: skip
     steps = [record for record in read_metrics(run) if record["event"] == "step"]
     summary = training_summary(run)
     return {
         "seed": seed,
-        **score(task.bundle, f"tuned={run}", task.files["test"], task.rules, run.with_suffix(".json")),
+        **score(task, f"tuned={run}", run.with_suffix(".json"), arguments.threads),
         "tokens": sum(record.get("completion_tokens", 0) for record in steps),
         "seconds": summary["seconds"] - summary["evaluation_seconds"],
         "memory_mb": summary["memory"]["peak_bytes"] / 1e6,
     }
 
 
-def score(bundle: Path, adapter: str, rows: Path, rules: Path, path: Path) -> dict[str, float]:
+def score(task: Task, adapter: str, path: Path, threads: int) -> dict[str, float]:
     """Return the figures of greedy completions of held-back prompts, kept in a file."""
     if not path.exists():
-        (completions,) = answers(bundle=bundle, adapter=[adapter], data=rows, max_tokens=LENGTH).values()
+        rows = task.files["test"]
+        flags: dict[str, Any] = {"max_tokens": LENGTHS[task.name], "threads": threads}
+        (completions,) = answers(bundle=task.bundle, adapter=[adapter], data=rows, **flags).values()
         texts = [each["text"] for each in completions]
-        path.write_text(json.dumps(score_texts(texts, rows, rules)), encoding="utf-8")
+        path.write_text(json.dumps(score_texts(texts, rows, task.rules)), encoding="utf-8")
     figures: dict[str, float] = json.loads(path.read_text(encoding="utf-8"))
     return figures
 
@@ -155,10 +163,12 @@ def train_with_trl(arguments: argparse.Namespace, method: str, seed: int, task: 
         "model": str(merged_model(arguments, task.bundle)), "adapter": str(task.bundle / "adapter"),
         "out": str(out), "rows": str(task.files["train"]), "reward": str(task.rules),
         "grpo": {
-            "per_device_train_batch_size": BATCH["batch_size"] * grpo["num_generations"],
-            "num_generations": grpo["num_generations"], "max_completion_length": LENGTH, "beta": 0.0,
-            "learning_rate": grpo["learning_rate"], "optim": "adamw_torch", "loss_type": "grpo",
-            "max_steps": arguments.steps, "seed": seed,
+            "per_device_train_batch_size": grpo["batch_size"] * grpo["num_generations"],
+            "num_generations": grpo["num_generations"], "max_completion_length": LENGTHS[task.name],
+            "beta": 0.0, "learning_rate": grpo["learning_rate"], "optim": "adamw_torch",
+            "loss_type": "grpo", "max_steps": grpo["steps"], "seed": seed,
+            # Defaults of `prge run`.
+            "lr_scheduler_type": "cosine", "warmup_steps": 5, "adam_beta2": 0.98, "max_grad_norm": 0.0,
         },
     }  # fmt: skip
     result = out / "result.json"
@@ -178,7 +188,7 @@ def train_with_trl(arguments: argparse.Namespace, method: str, seed: int, task: 
     trained = json.loads(result.read_text(encoding="utf-8"))
     return {
         "seed": seed,
-        **score(task.bundle, f"tuned={out / 'adapter'}", task.files["test"], task.rules, out / "test.json"),
+        **score(task, f"tuned={out / 'adapter'}", out / "test.json", arguments.threads),
         "tokens": trained["tokens"],
         "seconds": sum(trained["seconds"]),
         "memory_mb": trained["memory_mb"],

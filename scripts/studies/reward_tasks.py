@@ -30,7 +30,9 @@ FORMS = (
 NAMES = "Ada Ben Cleo Dan Eva Finn Gus Hana Ivo Jill Kai Lena Max Nora Otto Pia".split()
 COLORS = "red blue green black white brown yellow grey".split()
 ANIMALS = "cow cat dog horse goat duck hen pig".split()
-NUMBERS = "zero one two three four five six seven eight nine ten eleven twelve".split()
+NUMBERS = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen"
+).split()
 
 
 def short_rows() -> Rows:
@@ -60,7 +62,7 @@ def sum_rows() -> Rows:
     cases = [
         (f"{NUMBERS[a]} {word} {NUMBERS[b]}", a + sign * b)
         for word, sign in (("plus", 1), ("minus", -1))
-        for a, b in itertools.product(range(13), repeat=2)
+        for a, b in itertools.product(range(len(NUMBERS)), repeat=2)
         if a + sign * b >= 0
     ]
     return [
@@ -81,16 +83,21 @@ RULES: Mapping[str, list[dict[str, Any]]] = {
         {"rule": "length", "unit": "words", "at_least": 3, "at_most": 15},
         {"rule": "regex", "pattern": ".*[.!?]"},
     ],
+    # Rewards with steps in between: at first, few completions fit the schema, or are numbers.
     "json": [
+        {"rule": "regex", "pattern": r"\{.*"},
+        {"rule": "regex", "pattern": r".*\}"},
         {"rule": "json"},
         {"rule": "json", "schema": SCHEMA},
         *({"rule": "contains", "column": name} for name in FIELDS),
     ],
     "sum": [
-        {"rule": "number", "column": "total"},
-        {"rule": "length", "unit": "words", "at_most": 1},
+        {"rule": "number", "column": "total", "weight": 2.0},
+        {"rule": "regex", "pattern": r"\d+"},
     ],
 }
+# Maximum number of tokens of a completion.
+LENGTHS: Mapping[str, int] = {"short": 32, "json": 48, "sum": 12}
 TASKS: Mapping[str, Callable[[], Rows]] = {"short": short_rows, "json": json_rows, "sum": sum_rows}
 
 
