@@ -93,6 +93,7 @@ RULES: Mapping[str, list[dict[str, Any]]] = {
     ],
     "sum": [
         {"rule": "number", "column": "total", "weight": 2.0},
+        {"rule": "number", "column": "total", "tolerance": 3},
         {"rule": "regex", "pattern": r"\d+"},
     ],
 }

@@ -53,7 +53,7 @@ def test_figures_are_means_over_held_back_prompts(task: str, rules: Path, tmp_pa
     rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": prompt, "total": 2}] * 4)
     figures = score_texts(["2", "3", "two or 2", "two"], rows, rules)
     assert figures["solved"] == 0.25
-    assert figures["reward"] == pytest.approx((1 + 1 / 3 + 2 / 3 + 0) / 4)
+    assert figures["reward"] == pytest.approx((1 + 2 / 4 + 3 / 4 + 0) / 4)
     assert figures["words"] == 1.5
 
 
