@@ -55,7 +55,7 @@ SHAPE: dict[str, Any] = {"adapter": "lora", "target_modules": "all-linear", "ran
 # Rates and sizes were chosen on development prompts.
 SETTINGS: dict[str, dict[str, Any]] = {
     "es": {
-        **{"objective": "es", "steps": 40, "batch_size": 4, "queries": 8},
+        **{"objective": "es", "steps": 24, "batch_size": 4, "queries": 8},
         **{"epsilon": 0.03, "learning_rate": 0.01, "temperature": 0.0},
     },
     "grpo": {
