@@ -41,7 +41,7 @@ TASKS: dict[str, StudyTask] = {
     # Longer rows: fewer passes, and fewer rows to score.
     "rte": StudyTask("RTE", (1000, 200, 1000), group="premise", passes=0.5),
     "wic": StudyTask("WiC", (1000, 200, 1000), passes=0.5),
-    "wsc": StudyTask("WSC", (420, 140, 104), group="text"),
+    "wsc": StudyTask("WSC", (420, 140, 104), group="text", passes=0.5),
     "copa": StudyTask("COPA", (300, 100, 100)),
     "multirc": StudyTask("MultiRC", (1000, 100, 500), group="paragraph", passes=0.25),
     STYLE: StudyTask("A style of answers", (300, 60, 100)),
