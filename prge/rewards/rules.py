@@ -114,7 +114,8 @@ class Length:
 
     def holds(self, completion: str, row: Mapping[str, Any]) -> bool:
         """See Rule."""
-        return self.at_least <= _UNITS[self.unit](completion) <= (self.at_most or math.inf)
+        at_most = math.inf if self.at_most is None else self.at_most
+        return self.at_least <= _UNITS[self.unit](completion) <= at_most
 
 
 @dataclass(frozen=True)
