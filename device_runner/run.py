@@ -42,7 +42,7 @@ from device_runner.session.samples import Answerer, CandidateAnswerer, Samples, 
 from device_runner.session.sensors import Sensors
 from device_runner.session.settings import RunSettings, date_of_run
 from prge.cli.settings import parse_settings, settings_to_yaml
-from prge.errors import ConfigError, RunError, format_value
+from prge.errors import ConfigError, EngineError, RunError, format_value
 from prge.formats.bundle import Bundle, open_bundle
 from prge.formats.journal import Journal, Record
 from prge.formats.run_folder import (
@@ -367,15 +367,16 @@ def _closing(settings: RunSettings, inputs: RunInputs, samples: Samples | None) 
 
 
 def _note_noise(run: _OpenRun, session: Session, monitor: RunMonitor) -> None:
-    """Report how noisy finite differences are with quantized activations; a failure doesn't stop the run."""
-    if run.plan.role != FORWARD or run.inputs.bundle.quantization is None:
+    """Report how noisy differences of losses are with quantized activations, unless the engine fails."""
+    has_losses = run.plan.role == FORWARD and run.settings.reward is None
+    if not has_losses or run.inputs.bundle.quantization is None:
         return
     try:
         state, sampler = session.state, session.sampler
         classifier, objective = state.training_classifier, run.inputs.objective
         engine = run.opened.engine
         monitor.note(noise_note(run.settings, engine, state.adapter, sampler, classifier, objective))
-    except Exception as error:
+    except EngineError as error:
         monitor.note(f"the noise of differences was not measured: {error}")
 
 

@@ -55,16 +55,16 @@ SHAPE: dict[str, Any] = {"adapter": "lora", "target_modules": "all-linear", "ran
 # Rates and sizes were chosen on development prompts.
 SETTINGS: dict[str, dict[str, Any]] = {
     "es": {
-        **{"objective": "es", "steps": 24, "batch_size": 4, "queries": 8},
+        **{"objective": "es", "steps": 16, "batch_size": 4, "queries": 8},
         **{"epsilon": 0.03, "learning_rate": 0.01, "temperature": 0.0},
     },
     "grpo": {
-        **{"objective": "grpo", "steps": 24, "batch_size": 2, "num_generations": 8},
+        **{"objective": "grpo", "steps": 16, "batch_size": 2, "num_generations": 8},
         **{"learning_rate": 1e-3},
     },
-    "answers": {"steps": 24, "batch_size": 16, "learning_rate": 1e-3},
+    "answers": {"steps": 16, "batch_size": 16, "learning_rate": 1e-3},
 }
-EVALUATIONS = 4
+EVALUATIONS = 2
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from device_runner import run as run_verb
 from device_runner.run import run
 from device_runner.session.gradient_noise import GradientAgreement, difference_rules, measure_agreement
 from device_runner.session.settings import RunSettings
+from prge.errors import EngineError
 from prge.formats.bundle import open_bundle
 from prge.training.estimators.differences import Differences
 from prge.training.estimators.directions import DirectionSampler
@@ -124,7 +125,7 @@ def test_a_run_continues_where_noise_cant_be_measured(
     log_of: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object) -> str:
-        raise RuntimeError("no memory")
+        raise EngineError("no memory", code="engine-failed")
 
     monkeypatch.setattr(run_verb, "noise_note", broken)
     log = log_of(Device(has_jvp=False))
