@@ -182,6 +182,12 @@ def _resolve_reward(
             f"--objective is es, which compares perturbed adapters, and --estimator is {estimator}",
             "choose --estimator antithetic or fzoo, or --objective grpo",
         )
+    if objective == "grpo" and not settings.temperature:
+        raise _settings_error(
+            "temperature-zero",
+            "--objective is grpo, which compares completions of a prompt, and with --temperature 0 all are equal",
+            "choose a --temperature above 0",
+        )
     return replace(settings, objective=objective), estimator
 
 

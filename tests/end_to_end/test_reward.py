@@ -121,6 +121,7 @@ def test_code_of_another_persons_run_is_not_executed(workshop: Path, rows: Path,
         (["--reward", "{folder}/reward.py:same", "--max-completion-length", "64"], "the context of 32"),
         (["--reward", "{folder}/reward.py:same", "--num-generations", "1"], "must be at least 2"),
         (["--reward", "{folder}/reward.py:same", "--task", "sst2"], "leave --task out"),
+        (["--reward", "{folder}/reward.py:same", "--temperature", "0"], "a --temperature above 0"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
