@@ -185,7 +185,7 @@ def _resolve_reward(
     if objective == "grpo" and not settings.temperature:
         raise _settings_error(
             "temperature-zero",
-            "--objective is grpo, which compares completions of a prompt, and with --temperature 0 all are equal",
+            "--objective is grpo, which compares completions, and with --temperature 0 all are equal",
             "choose a --temperature above 0",
         )
     return replace(settings, objective=objective), estimator
