@@ -52,7 +52,9 @@ def take_steps(settings: Mapping[str, Any]) -> dict[str, Any]:
         if reward is None:
             return next(recorded)
         texts = [each if isinstance(each, str) else each[0]["content"] for each in completions]
-        cells = [{name: values[index] for name, values in columns.items()} for index in range(len(texts))]
+        # TRL passes more than columns, such as the trainer's state.
+        lists = {name: values for name, values in columns.items() if isinstance(values, list)}
+        cells = [{name: values[index] for name, values in lists.items()} for index in range(len(texts))]
         return [reward(prompt, text, row) for prompt, text, row in zip(prompts, texts, cells, strict=True)]
 
     def rollouts(prompts: list[str], trainer: Any) -> dict[str, Any]:
