@@ -199,7 +199,8 @@ def test_rounds_killed_at_any_time_resume_with_the_same_bits(
 def test_a_round_that_began_with_another_objective_begins_again(workspace: Workspace) -> None:
     feedback(workspace.learn / FEEDBACK, EVERY)
     content = (workspace.learn / FEEDBACK).read_bytes()
-    for objective in ("kto", "grpo", "completion"):
+    objectives: tuple[LearnObjective, ...] = *OBJECTIVES, "completion"
+    for objective in objectives:
         learn_until_killed(workspace, 2, objective)
         with Journal(workspace.learn / "rounds/0001/journal.jsonl", writable=False) as journal:
             assert journal.records[0]["settings"]["objective"] == objective and journal.steps
@@ -233,7 +234,8 @@ def test_a_previous_run_gives_its_learning_rate_but_not_its_objective(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     workspace.device.replaces(monkeypatch, run_verb)
-    begun = {"bundle": tmp_path / "bundle", "train": tmp_path / "kept.jsonl", "out": tmp_path / "run"}
+    begun: dict[str, Any] = {"bundle": tmp_path / "bundle", "train": tmp_path / "kept.jsonl"}
+    begun["out"] = tmp_path / "run"
     run_verb.run(RunSettings(**begun, steps=2, quiet=True))
     bundle = open_bundle(tmp_path / "bundle")
 
