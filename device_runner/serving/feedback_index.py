@@ -60,10 +60,14 @@ class FeedbackIndex:
 
     A file that was replaced or truncated, as `prge rows forget` does, is read again; `generation` counts
     that. A missing file has no rows. All methods raise OSError. Used by one thread at a time.
+
+    Args:
+        path: the file.
+        learns_ratings: whether bad answers can be trained on, too, as disliked ones.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, learns_ratings: bool = False) -> None:
+        self._path, self._learns_ratings = path, learns_ratings
         self._stream: BinaryIO | None = None
         self.generation = 0
         self._reset()
@@ -186,7 +190,7 @@ class FeedbackIndex:
         self._numbers[entry.key] = len(self._keys)
         self._keys.append(entry.key)
         self._questions.append(entry.question)
-        self._learnable.append(entry.is_learnable)
+        self._learnable.append(self._learns_ratings or entry.is_learnable)
         self._starts.append(entry.start)
         self._lengths.append(entry.length)
 

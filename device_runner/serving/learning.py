@@ -28,6 +28,7 @@ from device_runner.serving.round_process import RoundProcess
 from device_runner.serving.rounds import (
     Round,
     build_options,
+    objective_of,
     read_retained_examples,
     split_held_out,
     unlearnable,
@@ -48,6 +49,7 @@ from prge.formats.peft import find_adapter, find_run, read_compatible_adapter, r
 from prge.formats.run_folder import CHECKPOINTS, CONFIG, FINAL
 from prge.formats.stored_settings import check_links
 from prge.formats.tune_folder import find_tuning
+from prge.objectives.preferences import ObjectiveFlags
 from prge.training.estimators.rewards import RewardFlags
 
 # Maximum number of rows of refused rounds that the next round learns again.
@@ -101,7 +103,9 @@ class OnlineLearner:
         assert flags.learn is not None
         self._flags, self._plan, self._has_kept, self._bundle = flags, plan, has_retained, bundle
         self._folder, self._start = flags.learn, start
-        self.examples = FeedbackExamples(tokenizer, bundle.chain.model, build_options(plan.settings))
+        self.examples = FeedbackExamples(
+            tokenizer, bundle.chain.model, build_options(plan.settings, plan.settings.objective)
+        )
         """Builds the examples of feedback; also used to refuse feedback that can't be trained on."""
         self._chat_template = tokenizer.chat_template
         self._serve, self._log, self._begin = serve, log, begin
@@ -113,7 +117,7 @@ class OnlineLearner:
         self.peak_bytes = 0
         """Highest memory use of the process of a round."""
         self._retry_at = 0.0
-        self._index = FeedbackIndex(self._folder / FEEDBACK)
+        self._index = FeedbackIndex(self._folder / FEEDBACK, flags.learn_objective != "completion")
         # Whether rows that were in no round can be trained on, by their keys.
         self._learnable = dict[str, bool]()
         # State at the last check for a new round: the file's generation, its rows, and the versions.
@@ -415,7 +419,10 @@ def plan_rounds(
         replace(settings, date=read_date(flags.learn) or settings.date), bundle
     ).with_date()
     replayed = read_retained_examples(settings, tokenizer, bundle).replayed if has_retained else []
-    plan = plan_run(bundle, replayed, replace(settings, epochs=None))
+    plan = plan_run(bundle, replayed, replace(settings, epochs=None), objective_of(settings))
+    if settings.objective == "kto":  # examples get another answer, see `with_other_answers`
+        pairs = replace(plan.shape, sequences=2 * plan.shape.sequences, sequences_per_example=2)
+        plan = replace(plan, shape=pairs)
     return replace(plan, settings=replace(settings, batch_size=plan.settings.batch_size)), has_retained
 
 
@@ -449,6 +456,10 @@ def _settings(
         settings = replace(settings, reward=None, objective="auto", beta=None, train=train, dev=None, **own)
     if flags.kept is not None:
         settings = replace(settings, train=flags.kept, dev=None, task=None, columns=[])
+    if flags.learn_objective != "completion":
+        # Settings of another objective, such as the previous run's, don't apply.
+        own = {each.name: each.default for each in fields(ObjectiveFlags)}
+        settings = replace(settings, **own)
     settings = replace(
         settings,
         bundle=bundle.folder,
@@ -456,7 +467,7 @@ def _settings(
         engine=engine.engine,
         threads=engine.threads,
         memory=engine.memory,
-        objective="completion",
+        objective=flags.learn_objective,
         # The first loss may come from replayed rows, which predicts nothing about corrections, and adapters
         # are judged anyway.
         divergence_ratio=_ANY_LOSS,

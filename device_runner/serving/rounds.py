@@ -18,10 +18,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from device_runner.engines.opening import open_engine
 from device_runner.serving.feedback_index import ChangedError, IndexEntry, read_rows
 from device_runner.session.inputs import start_record
 from device_runner.session.plan import plan_run
+from device_runner.session.reference import load_or_compute_references
 from device_runner.session.settings import RunSettings
 from prge.data.columns import RowError
 from prge.data.example_building import build_examples
@@ -43,7 +46,14 @@ from prge.formats.curves import score_of
 from prge.formats.journal import Journal, Record
 from prge.formats.run_folder import FINAL, JOURNAL
 from prge.objectives.examples import Example
-from prge.objectives.preferences import ObjectiveName
+from prge.objectives.objective import CROSS_ENTROPY, Objective
+from prge.objectives.preferences import (
+    PREFERENCES,
+    ObjectiveName,
+    Preference,
+    make_objective,
+    with_other_answers,
+)
 from prge.objectives.scoring import score
 from prge.training.checkpoint import write_result
 from prge.training.evaluation import evaluate
@@ -88,11 +98,15 @@ def read_retained_examples(settings: RunSettings, tokenizer: Tokenizer, bundle: 
     def some(source: RowSource, limit: int, training: bool) -> list[Example]:
         rows = source.rows if task is not None else _well_rated(source)
         rows = select_rows(rows, Selection(limit=limit, shuffle_seed=settings.seed))
-        options = build_options(settings, task)
+        options = build_options(settings, "completion" if task is None else "auto")
         return build_examples(rows, tokenizer, bundle.chain.model, task, options, training=training)[0]
 
     judged = some(dev, _MAX_JUDGED, False) if dev.rows else []
-    return RetainedExamples(some(train, _MAX_REPLAYED, True), judged, task, train.sha256)
+    replayed = some(train, _MAX_REPLAYED, True)
+    if settings.objective in PREFERENCES:
+        # Rows of a task with candidates have no answer that could be liked: adapters are only judged by them.
+        replayed = [replace(each, liked=True) for each in replayed if each.label is None]
+    return RetainedExamples(replayed, judged, task, train.sha256)
 
 
 def _well_rated(source: RowSource) -> list[Row]:
@@ -200,7 +214,7 @@ def run_round(round: Round, log: Callable[[str], object]) -> Record:
         read_retained_examples(settings, tokenizer, bundle) if round.has_retained else RetainedExamples()
     )
     # Forks a process for the chat template, which must happen before an engine computes.
-    builder = FeedbackExamples(tokenizer, bundle.chain.model, build_options(settings))
+    builder = FeedbackExamples(tokenizer, bundle.chain.model, build_options(settings, settings.objective))
     engine = open_engine(
         bundle,
         round.role,
@@ -219,19 +233,24 @@ def run_round(round: Round, log: Callable[[str], object]) -> Record:
 def _train_and_judge(
     round: Round, bundle: Bundle, engine: Engine, feedback: _Feedback, retained: RetainedExamples
 ) -> Record:
+    objective = objective_of(round.settings)
     learning = feedback.examples(round.learnt)
-    if not learning:
-        return _verdict(round, 0, 0, {"rows": 0}, {"rows": 0})
     examples = learning + _replayed(round, len(learning), feedback, retained)
-    plan = plan_run(bundle, examples, round.settings)
+    if why := _nothing_to_learn(round.settings.objective, learning, examples):
+        return _verdict(why, learnt=0, steps=0, held_back={"rows": 0}, kept={"rows": 0})
+    if round.settings.objective == "kto":
+        examples = with_other_answers(examples, bundle.chain.model.sequence_length)
+    plan = plan_run(bundle, examples, round.settings, objective)
     settings, adapter, folder = plan.settings, round.adapter, round.settings.out
     identity = {
-        **start_record(bundle, adapter, round.digest(), retained.sha256),
+        **start_record(bundle, adapter, round.digest(), retained.sha256, objective=objective),
         "settings": plan.recipe.to_record(),
     }
     with Journal(_folder_of(folder, identity) / JOURNAL) as journal:
         if journal.first("start") is None:
             journal.append(identity)
+        if isinstance(objective, Preference):
+            examples, _ = load_or_compute_references(folder, bundle.sha256, engine, adapter, examples)
         store = RunStore(
             folder=folder,
             journal=journal,
@@ -239,16 +258,15 @@ def _train_and_judge(
             save_steps=settings.save_steps,
             keep_gradients=settings.keep_gradients,
         )
-        session = open_session(plan.recipe, engine, SessionData(train=examples, adapter=adapter), store)
+        data = SessionData(train=examples, adapter=adapter, objective=objective)
+        session = open_session(plan.recipe, engine, data, store)
         session.train(SilentObserver())
     state = session.state
     # Without held-out rows, the losses are those of the rows to learn.
     judged_examples = feedback.examples(round.held_out or round.learnt)
+    before, after = (_losses(engine, each, judged_examples) for each in (adapter, state.adapter))
     held_scores: Record = {"rows": len(judged_examples) if round.held_out else 0}
-    held_scores |= {
-        "before": score(engine, adapter, judged_examples).loss,
-        "after": score(engine, state.adapter, judged_examples).loss,
-    }
+    held_scores |= {"before": before[0], "after": after[0]}
     on_kept: Record = {"rows": len(retained.judged)}
     if retained.judged:
         (name, start), (_, new_value) = (
@@ -256,21 +274,45 @@ def _train_and_judge(
         )
         on_kept |= {"metric": name, "start": start, "after": new_value}
     write_result(folder / FINAL, state, bundle.adapter, overwrite=True)
-    return _verdict(round, settings.steps, len(learning), held_scores, on_kept)
-
-
-def _verdict(round: Round, steps: int, learnt: int, held_scores: Record, retained_scores: Record) -> Record:
-    """Decide whether an adapter is to be served, and if not, why."""
     why = ""
-    if not learnt:
-        why = "no row can be trained on: there are no corrections and no good ratings"
-    elif not held_scores["after"] < held_scores["before"]:
+    if not after[0] < before[0]:
         why = "no better on the held-out feedback"
-    elif (
-        retained_scores["rows"] and not retained_scores["after"] >= retained_scores["start"] - round.may_lose
-    ):
+    elif not after[1] <= before[1]:
+        why = "good answers of the held-out feedback became less likely"
+    elif retained.judged and not on_kept["after"] >= on_kept["start"] - round.may_lose:
         why = "worse on the retained rows"
-    facts = {"learnt": learnt, "steps": steps, "held_back": held_scores, "kept": retained_scores}
+    return _verdict(why, learnt=len(learning), steps=settings.steps, held_back=held_scores, kept=on_kept)
+
+
+def _nothing_to_learn(
+    objective: ObjectiveName, learning: Sequence[Example], examples: Sequence[Example]
+) -> str:
+    """Return why nothing can be learned from a round's new examples and all of its examples, or ""."""
+    if not learning:
+        nothing = "" if objective in PREFERENCES else ": there are no corrections and no good ratings"
+        return f"no row can be trained on{nothing}"
+    if objective == "grpo" and len({each.liked for each in examples}) == 1:
+        rating = "good" if examples[0].liked else "bad"
+        return f"all answers are {rating}: grpo learns only from differences between ratings"
+    return ""
+
+
+def _losses(engine: Engine, adapter: Adapter, examples: Sequence[Example]) -> tuple[float, float]:
+    """Return the loss of feedback, and the loss of its good answers alone (0 if there are none).
+
+    The loss of good answers is their mean negative log-probability per token; that of bad answers is
+    subtracted from it.
+    """
+    losses, is_bad = (
+        score(engine, adapter, examples).losses,
+        np.array([each.liked is False for each in examples]),
+    )
+    good, bad = (math.fsum(part) / max(len(part), 1) for part in (losses[~is_bad], losses[is_bad]))
+    return good - bad, good
+
+
+def _verdict(why: str, **facts: Any) -> Record:
+    """Return the verdict: to serve an adapter, or why not."""
     return {"status": "refused", "why": why, **facts} if why else {"status": "served", **facts}
 
 
@@ -317,14 +359,20 @@ def unlearnable(row: Fields, error: UnlearnableError) -> str:
     return f"feedback {printable(shortened(str(row.get('id')), _LONGEST_ID))} is not usable: {error.problem}"
 
 
-def build_options(settings: RunSettings, task: Task | None = None) -> BuildOptions:
-    """Return how rows become examples, according to the settings of rounds."""
-    what: ObjectiveName = "completion" if task is None else "auto"
+def objective_of(settings: RunSettings) -> Objective:
+    """Construct the objective of rounds with these settings."""
+    return (
+        make_objective(settings.objective, settings) if settings.objective in PREFERENCES else CROSS_ENTROPY
+    )
+
+
+def build_options(settings: RunSettings, objective: ObjectiveName) -> BuildOptions:
+    """Return how rows become examples for an objective, according to the settings of rounds."""
     return BuildOptions(
         settings.overflow,
         settings.append_eos,
         skip_unusable=True,
-        objective=what,
+        objective=objective,
         control_tokens=settings.control_tokens,
         date=settings.date,
     )

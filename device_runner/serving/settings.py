@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from device_runner.engines.trunk_cache import Precision
 from device_runner.serving.history import FEEDBACK
@@ -17,6 +17,7 @@ from prge.cli.outputs import AppendedFile, OutputFolder
 from prge.errors import ConfigError
 
 _MAX_FEEDBACK = Bytes(1 << 30)
+LearnObjective = Literal["completion", "kto", "grpo"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,9 @@ class RoundFlags(PauseFlags):
 
     learn_every: int = 8
     """Feedback rows per round of learning; rows with every fifth prompt are held out for judging."""
+    learn_objective: LearnObjective = "completion"
+    """Loss of a round. completion: cross-entropy of corrections and good answers; kto, grpo: as for `prge
+    run`, from ratings: good and bad ones, and a correction with the answer that it replaces."""
     learn_epochs: float = 8.0
     """Epochs over the rows of a round."""
     learning_rate: float | None = None

@@ -77,6 +77,17 @@ def plan_run(
     chain.check_role(entry.role)
     if settings.max_example_grad_norm and examples:
         check_single_sequences(examples)
+    if settings.max_example_grad_norm and not objective.is_separable:
+        raise ConfigError(
+            "These settings can't be used:",
+            [
+                f"--max-example-grad-norm with --objective {settings.objective}, whose loss compares the "
+                "examples of a step"
+            ],
+            remedy="Leave --max-example-grad-norm out, or choose an objective of single examples, such as "
+            "completion.",
+            code="clipping-compared-examples",
+        )
     batch = settings.batch_size or default_batch(examples)
     sequences = batch * max_sequences(examples)
     if settings.objective == "grpo" and settings.reward is not None:

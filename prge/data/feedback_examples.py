@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from prge.data.tokenization.tokenizer import Tokenizer, compile_chat_template
 from prge.errors import BundleError, DataError, as_clause, printable
 from prge.model_spec import ModelSpec
 from prge.objectives.examples import Example
-from prge.objectives.preferences import ObjectiveName
+from prge.objectives.preferences import PREFERENCES, ObjectiveName
 
 if TYPE_CHECKING:
     from prge.data.tokenization.chat import ChatTemplate
@@ -37,7 +38,8 @@ class FeedbackExamples:
     Args:
         tokenizer: A tokenizer that nothing else uses.
         model: specification of the bundle's model.
-        options: options for building examples; the objective follows from the row.
+        options: options for building examples. With the objective of ratings, all examples are rated
+            answers; otherwise the objective follows from the row.
 
     Raises:
         BundleError: the tokenizer's chat template is damaged.
@@ -52,6 +54,9 @@ class FeedbackExamples:
     def build(self, row: Fields, number: int = 1) -> list[Example]:
         """Return the examples of a row: a completion to learn, or a bad answer as a disliked one.
 
+        With an objective of ratings, they are a liked or disliked answer, and of a correction both: it is
+        liked, and the answer that it replaces is disliked, unless that can't be trained on.
+
         Args:
             row: A row of feedback, which is untrusted.
             number: row number of the examples.
@@ -61,19 +66,30 @@ class FeedbackExamples:
         """
         if problem := find_feedback_problem(row):
             raise UnlearnableError(problem, code="feedback-unsound")
-        objective: ObjectiveName = "completion" if has_positive_answer(row) else "kto"
-        rows, _ = rows_from_feedback([Row(number, row)], objective)
+        is_rated = self._options.objective in PREFERENCES or not has_positive_answer(row)
+        objective: ObjectiveName = "grpo" if is_rated else "completion"
+        (first, *replaced), _ = rows_from_feedback([Row(number, row)], objective)
+        examples = self._build(Row(number, first.fields), objective)
+        for each in replaced:
+            with suppress(UnlearnableError):
+                examples += self._build(Row(number, each.fields), objective)
+        return examples
+
+    def _build(self, row: Row, objective: ObjectiveName) -> list[Example]:
+        """Return the examples of a row for training; raises UnlearnableError."""
         options = replace(self._options, objective=objective, skip_unusable=False)
+        if objective in PREFERENCES and options.overflow == "split":
+            options = replace(options, overflow="truncate")
         try:
             self._chat = self._chat or self._compile()
             examples, _ = build_examples(
-                rows, self._tokenizer, self._model, None, options, source="feedback", chat=self._chat
+                [row], self._tokenizer, self._model, None, options, source="feedback", chat=self._chat
             )
         except BundleError as error:
             self._chat = None
             raise UnlearnableError(printable(as_clause(error.what)), code=error.code) from None
         except DataError as error:
-            problems = [problem.removeprefix(f"row {rows[0].number}: ") for problem in error.problems]
+            problems = [problem.removeprefix(f"row {row.number}: ") for problem in error.problems]
             raise UnlearnableError(
                 printable("; ".join(problems) or as_clause(error.what)), code=error.code
             ) from None

@@ -15,13 +15,13 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from prge.engine import Float64Array
+from prge.engine import Float64Array, Target, TokenSequence
 from prge.errors import ConfigError
 from prge.objectives.examples import Example, LossNormalisation
 from prge.objectives.objective import CROSS_ENTROPY, Objective
@@ -356,6 +356,28 @@ def describe_objective(objective: Objective) -> dict[str, Any] | None:
     if not isinstance(objective, Preference):
         return None
     return {"name": type(objective).__name__.lower(), **asdict(objective)}
+
+
+def with_other_answers(examples: Sequence[Example], longest: int) -> list[Example]:
+    """Return rated answers for KTO, with the previous example's answer (the first: the last one's).
+
+    Args:
+        examples: rated answers, each one candidate in one sequence.
+        longest: maximum number of tokens of a sequence; a longer one with another answer is cut.
+    """
+    previous = [*examples[-1:], *examples[:-1]]
+    return [
+        replace(example, sequences=(*example.sequences, _with_answer(example, other, longest)), candidates=2)
+        for example, other in zip(examples, previous, strict=True)
+    ]
+
+
+def _with_answer(example: Example, other: Example, longest: int) -> TokenSequence:
+    """Return an example's prompt with the answer of another example as candidate 1."""
+    prompt = example.prompt
+    answer = tuple(target.token for target in other.sequences[0].targets)[: longest - len(prompt)]
+    targets = [Target(at, token, 1 / len(answer), 1) for at, token in enumerate(answer, len(prompt) - 1)]
+    return TokenSequence(prompt + answer, tuple(targets))
 
 
 def references_of(examples: Sequence[Example]) -> Float64Array:

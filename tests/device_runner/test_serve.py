@@ -75,6 +75,7 @@ def test_flags_of_learning_need_the_flag_learn(tmp_path: Path) -> None:
     assert all(flag in result for flag in ("--replay", "--kept", "--when"))
     result = refused("--learn", tmp_path, "--feedback", "feedback.jsonl", "--learn-every", 2)
     assert "--feedback" in result and "--learn-every" in result
+    assert "--learn-objective needs --learn" in refused("--learn-objective", "kto")
 
 
 def test_this_machine_needs_no_key() -> None:

@@ -56,6 +56,13 @@ def ask(client: Any, prompt: str) -> tuple[str, str]:
     return answer.id, answer.choices[0].text
 
 
+def log_probability(client: Any, text: str) -> float:
+    """Return the log-probability of a text."""
+    arguments: dict[str, Any] = {"max_tokens": 0, "echo": True, "logprobs": 1}
+    (choice,) = client.completions.create(model="bundle", prompt=text, **arguments).choices
+    return float(sum(each for each in choice.logprobs.token_logprobs if each is not None))
+
+
 def until(is_so: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 60
     while not is_so():
@@ -121,6 +128,23 @@ def test_a_server_answers_as_it_was_corrected(workshop: Path, tmp_path: Path) ->
     with serving(bundle, other, *arguments) as (_, client):
         until(lambda: len(history(client)) == 2 and history(client)[-1]["status"] != "learning")
     assert results(other) == results(learn) and len(results(other)) == 1
+
+
+@pytest.mark.whole
+def test_answers_that_were_rated_bad_become_less_likely(workshop: Path, tmp_path: Path) -> None:
+    bundle, learn = workshop / "bundle", tmp_path / "learn"
+    with serving(bundle, learn, "--learn-objective", "kto") as (_, client):
+        answers = [ask(client, prompt) for prompt in PROMPTS]
+        texts = [prompt + text for prompt, (_, text) in zip(PROMPTS, answers, strict=True)]
+        before = [log_probability(client, text) for text in texts]
+        for id, _ in answers:
+            client.post("/feedback", body={"id": id, "rating": "bad"}, cast_to=object)
+        until(lambda: history(client)[-1]["status"] not in ("start", "learning"))
+        learnt = history(client)[-1]
+        assert learnt["status"] == "served" and learnt["current"]
+        after = [log_probability(client, text) for text in texts]
+        assert all(now < start for now, start in zip(after, before, strict=True))
+        assert all(ask(client, prompt)[1] != text for prompt, (_, text) in zip(PROMPTS, answers, strict=True))
 
 
 @pytest.mark.whole

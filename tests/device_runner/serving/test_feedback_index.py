@@ -54,6 +54,14 @@ def test_the_index_has_the_valid_rows_in_order(tmp_path: Path) -> None:
     ]
 
 
+def test_bad_answers_can_be_learnt_from_as_ratings(tmp_path: Path) -> None:
+    path = tmp_path / "feedback.jsonl"
+    append_feedback(path, rows(0, 1))
+    for learns_ratings in (False, True):
+        index = FeedbackIndex(path, learns_ratings)
+        assert [entry.is_learnable for entry in read(index)] == [learns_ratings, True]
+
+
 def test_rows_are_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "feedback.jsonl"
     append_feedback(path, rows(*range(1000)))

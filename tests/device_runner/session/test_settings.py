@@ -15,7 +15,7 @@ from prge.cli.settings import parse_settings
 from prge.errors import ConfigError
 from prge.formats.bundle import Bundle
 from prge.formats.signatures import BACKWARD, FORWARD, JVP
-from prge.objectives.preferences import DPO, KTO
+from prge.objectives.preferences import DPO, KTO, OfflineGRPO
 from prge.training.estimators.differences import Antithetic, Differences, OneSided
 from prge.training.estimators.exact import Exact
 from prge.training.estimators.table import make_estimator
@@ -220,6 +220,12 @@ def test_a_loss_that_compares_examples_has_all_of_a_step_at_once() -> None:
     separate, together = (plan_run(CHAIN, training, settings, loss).shape for loss in (DPO(0.1), KTO(0.1)))
     assert (separate.sequences, separate.sequences_at_once) == (128, 52)
     assert (together.sequences, together.sequences_at_once) == (128, 128)
+
+
+def test_gradients_of_single_examples_need_a_loss_of_single_examples() -> None:
+    settings = _settings(max_example_grad_norm=0.1, objective="grpo", batch_size=2)
+    with raises(ConfigError, "clipping-compared-examples", containing="--max-example-grad-norm"):
+        plan_run(CHAIN, [completion(1, [1, 2], 1)], settings, OfflineGRPO(0.0))
 
 
 def test_rows_that_no_step_of_the_estimator_takes_are_refused() -> None:

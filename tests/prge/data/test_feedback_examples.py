@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -10,10 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prge.data.example_building import build_examples
 from prge.data.feedback_examples import FeedbackExamples, UnlearnableError
+from prge.data.forms.feedback_rows import rows_from_feedback
+from prge.data.options import BuildOptions, Overflow
 from prge.data.readers.feedback import AnswerRecord, parse_feedback_line
+from prge.data.readers.files import Row
 from prge.data.tokenization import chat
 from prge.data.tokenization.tokenizer import Tokenizer
+from prge.objectives.examples import Example, without_branches
+from prge.objectives.preferences import with_other_answers
 from tests.bundles import make_spec
 from tests.prge.data.tiny_tokenizers import byte_level_backend
 from tests.refusals import raises
@@ -63,6 +70,68 @@ def test_a_bad_answer_is_disliked() -> None:
     row = AnswerRecord("1", "m", "", {"prompt": "The soup"}, " was cold", {}).to_feedback("bad")
     (example,) = shared_examples().build(row)
     assert example.liked is False
+
+
+def rating_examples(overflow: Overflow = "auto") -> FeedbackExamples:
+    """Return examples for an objective of ratings."""
+    tokenizer = Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, prepend_bos=True, chat_template=TEMPLATE)
+    options = BuildOptions(overflow, objective="kto")
+    return FeedbackExamples(tokenizer, make_spec(vocabulary_size=420, sequence_length=32), options)
+
+
+def test_with_an_objective_of_ratings_every_answer_is_rated() -> None:
+    examples, record = rating_examples(), AnswerRecord("1", "m", "", {"prompt": "The soup"}, " was cold", {})
+    for judged, expected in (
+        ({"rating": "good"}, [(" was cold", True)]),
+        ({"rating": "bad"}, [(" was cold", False)]),
+        ({"correction": " was hot"}, [(" was hot", True), (" was cold", False)]),
+    ):
+        row = record.to_feedback(**judged)
+        liked = [each.liked for each in examples.build(row, 5)]
+        assert [*zip(learnt_text(examples, row), liked, strict=True)] == expected
+        assert {each.row for each in examples.build(row, 5)} == {5}
+
+
+@pytest.mark.parametrize("answer", ["raise", ""])
+def test_a_correction_is_liked_even_if_the_answer_that_it_replaces_is_unusable(answer: str) -> None:
+    prompt_fields: dict[str, Any] = {"messages": HELLO} if answer else {"prompt": "The soup"}
+    row = AnswerRecord("1", "m", "", prompt_fields, answer, {}).to_feedback(correction=" was hot")
+    (example,) = rating_examples().build(row)
+    assert example.liked
+
+
+def test_long_rated_answers_are_truncated_and_not_split() -> None:
+    row = AnswerRecord("1", "m", "", {"prompt": "The soup"}, " was cold" * 100, {}).to_feedback("bad")
+    (example,) = rating_examples("split").build(row)
+    assert example.liked is False and example.cut
+
+
+def test_answers_are_compared_with_others_as_in_a_run_on_ratings() -> None:
+    """KTO compares an answer with the answer of the row before, which is cut here if it has no room."""
+    answers = [("The soup", " was cold"), ("It is", " hot"), ("The dog is a", " cat")]
+    records = [AnswerRecord("1", "m", "", {"prompt": prompt}, text, {}) for prompt, text in answers]
+    feedback = [record.to_feedback("good") for record in records]
+    tokenizer = Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, prepend_bos=True)
+    model = make_spec(vocabulary_size=420, sequence_length=32)
+    rows, _ = rows_from_feedback([Row(number, row) for number, row in enumerate(feedback, 1)], "kto")
+    expected, _ = build_examples(rows, tokenizer, model, None, BuildOptions(objective="kto"))
+
+    def outputs(examples: Sequence[Example]) -> list[list[tuple[tuple[int, ...], int, float]]]:
+        """Return the tokens before each target, the target and its weight, by candidate."""
+        return [
+            [(sequence.tokens[: each.position + 1], each.token, each.weight) for each in sequence.targets]
+            for example in examples
+            for sequence in without_branches(example).sequences
+        ]
+
+    single = [each for number, row in enumerate(feedback, 1) for each in rating_examples().build(row, number)]
+    compared = with_other_answers(single, 32)
+    assert outputs(compared) == outputs(expected) and [each.candidates for each in compared] == [2, 2, 2]
+    own, other = outputs(with_other_answers(single[:1], 32))
+    assert own == other
+    shortest = max(len(each.prompt) for each in single) + 1
+    cut = [each.sequences[1] for each in with_other_answers(single, shortest)]
+    assert max(len(each.tokens) for each in cut) == shortest and all(each.targets for each in cut)
 
 
 @pytest.mark.parametrize(
