@@ -63,11 +63,11 @@ def _with_calls(answer: Answer, parsed: ParsedRequest, call_format: CallFormat) 
     """Return an answer with its calls separated from its text; unchanged if it has none."""
     # A completion that must be a call continues the head of the call.
     text = (call_format.head if parsed.required else "") + answer.text
-    calls = call_format.calls(text, {tool["name"] for tool in parsed.tools})
+    calls = call_format.calls(text, parsed.tools)
     if not calls:
         return answer
     calls = calls if parsed.is_parallel else calls[:1]
-    return Answer(call_format.text_before(text).strip(), "tool_calls", tuple(calls))
+    return Answer(call_format.text_around(text).strip(), "tool_calls", tuple(calls))
 
 
 def _chat_logprobs(logprobs: Sequence[TokenLogprob], tokenizer: Tokenizer) -> Json:
