@@ -100,7 +100,7 @@ class Grammars:
             BundleError: it doesn't support the tokenizer.
         """
         library = _library()
-        _check_size(text, MAX_GRAMMAR)
+        _check_size(len(text), MAX_GRAMMAR)
         if "%json" in text:
             raise _refused_error("it contains %json: give a JSON schema instead")
         try:
@@ -111,7 +111,7 @@ class Grammars:
 
     def _compile(self, grammar: str, longest: int) -> BeginConstraint:
         library, tokens = _library(), self._tokens
-        _check_size(grammar, longest)
+        _check_size(len(grammar), longest)
         matcher = library.LLMatcher(tokens, grammar, log_level=0, limits=library.LLParserLimits(**_LIMITS))
         begun = matcher.deep_copy()
         begun.compute_bitmask()  # fails if the format has no text
@@ -247,9 +247,9 @@ def _items(schema: object) -> float:
     return sum(map(_items, schema)) if isinstance(schema, list) else 0
 
 
-def _check_size(text: str, longest: int) -> None:
-    if len(text) > longest:
-        raise _refused_error(f"it has {len(text)} characters, at most {longest} are allowed")
+def _check_size(characters: int, longest: int) -> None:
+    if characters > longest:
+        raise _refused_error(f"it has {characters} characters, at most {longest} are allowed")
 
 
 def _refused_error(problem: str) -> DataError:

@@ -239,7 +239,7 @@ def test_tags_have_values_of_the_types_in_the_schema(schema: object, text: str, 
 
 @pytest.mark.parametrize(
     ("schema", "text"),
-    [({"type": "integer"}, "three"), ({"type": "object"}, '{"a": '), ({"$ref": "#"}, "text")],
+    [({"type": "integer"}, "three"), ({"type": "object"}, '{"a": '), ({"$ref": "#/a"}, "text")],
 )
 def test_a_value_of_another_type_is_no_call(schema: object, text: str) -> None:
     tools = [{"name": "typed", "parameters": {"properties": {"value": schema}}}]

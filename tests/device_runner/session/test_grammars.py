@@ -21,7 +21,7 @@ from device_runner.session.grammars import (
     TextUntil,
 )
 from prge.data.tokenization.tokenizer import Tokenizer
-from prge.errors import BundleError, DataError
+from prge.errors import BundleError, DataError, PrgeError
 from tests.constrained import TOKENIZER, completions
 from tests.prge.data.tiny_tokenizers import byte_fallback_backend, byte_level_backend, prefixed_backend
 from tests.refusals import raises
@@ -173,6 +173,13 @@ def nested(levels: int) -> dict[str, Any]:
     return schema
 
 
+def deep(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(levels // 2):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    return schema
+
+
 HOSTILE: dict[str, Any] = {
     "long string": {"type": "string", "minLength": 10**6, "maxLength": 10**9},
     "long list": {"type": "array", "minItems": 10**9, "items": {"type": "integer"}},
@@ -183,6 +190,22 @@ HOSTILE: dict[str, Any] = {
     "multiple": {"type": "integer", "multipleOf": 99991, "minimum": 1, "maximum": 10**15},
     "properties": {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(1500)}},
     "enum": {"enum": [f"v{n}" for n in range(5000)]},
+    "list of lists": {"$defs": {"a": {"type": "array", "minItems": 99, "items": {"$ref": "#/$defs/a"}}}}
+    | {"$ref": "#/$defs/a"},
+    "negative counts": {"minItems": -(10**9), "items": {"type": "array", "minItems": 10**9}},
+    "tree": {"$ref": "#", "type": "object", "properties": {"a": {"$ref": "#"}, "b": {"$ref": "#"}}},
+    "references": {"$defs": {f"d{n}": {"anyOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 9} for n in range(99)}}
+    | {"$ref": "#/$defs/d0"},
+    "remote reference": {"properties": {"a": {"$ref": "http://127.0.0.1:9/schema.json"}}},
+    "file reference": {"$ref": "file:///etc/passwd"},
+    "alternatives of objects": {
+        "anyOf": [{"type": "object", "properties": {f"p{n}": {"type": "integer"}}} for n in range(900)]
+    },
+    "alternatives of all": {"allOf": [{"anyOf": [{"minimum": n}, {"maximum": n}]} for n in range(30)]},
+    "required properties": {"type": "object", "required": [f"p{n}" for n in range(5000)]},
+    "patterns": {"patternProperties": {f"^(a|b)*{n}$": {"type": "string"} for n in range(200)}},
+    "catastrophic": {"type": "string", "pattern": "^(a+)+$(a|aa)+(.*)*b{1,999}$"},
+    "deep": deep(30),
     "most items": {"type": "array", "maxItems": MAX_ITEMS, "items": {"type": "integer"}},
 }
 
@@ -194,6 +217,36 @@ def test_a_hostile_schema_takes_bounded_time(name: str) -> None:
         completions(Grammars(TOKENIZER).sequence([JsonOf(HOSTILE[name])]), count=1, max_tokens=20)
     except Exception as error:
         assert getattr(error, "code", "") in ("grammar-refused", "grammar-without-token"), error
+    assert time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        'start: start "a" | "a"',
+        "start: start",
+        "start: a\na: b\nb: a",
+        'start: a a a\na: a a | "x" | ""',
+        "root ::= root root | [a-z]*\n",
+        "root ::= " + "(" * 900 + '"a"' + ")" * 900 + "\n",
+        "\n".join(["start: a0", *(f"a{n}: a{n + 1} a{n + 1}" for n in range(300)), 'a300: "x"']),
+        "start: /((a{1,300}){1,300}){1,300}/",
+        'start: "a"~1..1000000',
+        'root ::= "a"{1,1000000}\n',
+        "start: " + " | ".join(f'"{n}"' for n in range(900)),
+        'start: %lark { start: "a" }',
+        'start: @other\n',
+        "%import common.NUMBER\nstart: NUMBER",
+        "start: /(?=a)b/ | /\\1/",
+        "start: <[99999999]>",
+    ],
+)
+def test_a_hostile_grammar_takes_bounded_time(grammar: str) -> None:
+    start = time.monotonic()
+    try:
+        completions(Grammars(TOKENIZER).grammar(grammar), count=1, max_tokens=20)
+    except PrgeError as error:
+        assert error.code in ("grammar-refused", "grammar-without-token"), error
     assert time.monotonic() - start < 10
 
 
