@@ -18,7 +18,7 @@ from device_runner.session.generation import (
     print_note,
     read_adapters,
 )
-from device_runner.session.grammars import MAX_SCHEMA, Grammars
+from device_runner.session.grammars import MAX_SCHEMA, Grammars, JsonOf
 from device_runner.session.memory import watched_memory
 from prge.cli.settings import parse_settings
 from prge.data.columns import RowError
@@ -114,7 +114,7 @@ def _read_constraint(settings: GenerateSettings, grammars: Grammars) -> BeginCon
         return None
     try:
         if settings.json_schema:
-            return grammars.json([("", read_json(path), "")])
+            return grammars.sequence([JsonOf(read_json(path))])
         return grammars.grammar(read_document(path, MAX_SCHEMA).decode())
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)

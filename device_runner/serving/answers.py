@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -52,38 +52,57 @@ def make_answer(
     if parsed.logprobs is None:
         return answer
     logprobs = _text_logprobs(first, completion.logprobs, tokenizer)
-    offsets, width = [], 0
-    for position, token in enumerate(logprobs["tokens"]):
-        offsets.append(min(width, len(answer.text)))
-        width += len(token) if position >= hidden else 0
+    tokens = [*first, *(each.token for each in completion.logprobs)]
+    offsets = _text_offsets(map(tokenizer.token_bytes, tokens), hidden, len(answer.text))
     return replace(answer, logprobs={**logprobs, "text_offset": offsets})
+
+
+def _text_offsets(tokens: Iterable[bytes], hidden: int, longest: int) -> list[int]:
+    """Return the index in a text of the first character of each token, at most `longest`.
+
+    Args:
+        tokens: bytes of the tokens.
+        hidden: number of tokens at the beginning that aren't in the text.
+        longest: length of the text.
+    """
+    offsets, begun = [], 0
+    for position, encoded in enumerate(tokens):
+        # Bytes from 80 to BF continue a character, which an earlier token has begun.
+        offset = begun - 1 if encoded[:1] and 0x80 <= encoded[0] < 0xC0 else begun
+        offsets.append(min(max(offset, 0), longest))
+        begun += sum(not 0x80 <= byte < 0xC0 for byte in encoded) if position >= hidden else 0
+    return offsets
 
 
 def _with_calls(answer: Answer, parsed: ParsedRequest, call_format: CallFormat) -> Answer:
     """Return an answer with its calls separated from its text; unchanged if it has none."""
     # A completion that must be a call continues the head of the call.
     text = (call_format.head if parsed.required else "") + answer.text
-    calls = call_format.calls(text, {tool["name"] for tool in parsed.tools})
+    calls = call_format.calls(text, parsed.tools)
     if not calls:
         return answer
     calls = calls if parsed.is_parallel else calls[:1]
-    return Answer(call_format.text_before(text).strip(), "tool_calls", tuple(calls))
+    return Answer(call_format.text_around(text).strip(), "tool_calls", tuple(calls))
 
 
 def _chat_logprobs(logprobs: Sequence[TokenLogprob], tokenizer: Tokenizer) -> Json:
-    """Return log-probabilities as chat completions have them; parts of characters have no bytes."""
-    text_of = cache(tokenizer.token_text)
+    """Return log-probabilities as chat completions have them."""
+    bytes_of = cache(tokenizer.token_bytes)
 
     def describe(token: int, logprob: float) -> Json:
-        text = text_of(token)
-        encoded = None if text is None else [*text.encode()]
-        return {"token": text or tokenizer.token(token), "logprob": logprob, "bytes": encoded}
+        encoded = bytes_of(token)
+        return {"token": _readable(encoded), "logprob": logprob, "bytes": [*encoded]}
 
     content = [
         {**describe(each.token, each.logprob), "top_logprobs": [describe(*pair) for pair in each.top]}
         for each in logprobs
     ]
     return {"content": content, "refusal": None}
+
+
+def _readable(encoded: bytes) -> str:
+    """Return the text of a token; a byte of a part of a character as OpenAI writes it, such as `\\xe2`."""
+    return encoded.decode(errors="backslashreplace")
 
 
 def _text_logprobs(first: Sequence[int], logprobs: Sequence[TokenLogprob], tokenizer: Tokenizer) -> Json:
@@ -97,7 +116,7 @@ def _text_logprobs(first: Sequence[int], logprobs: Sequence[TokenLogprob], token
 
     @cache
     def text_of(token: int) -> str:
-        return tokenizer.token_text(token) or tokenizer.token(token)
+        return _readable(tokenizer.token_bytes(token))
 
     tops: list[dict[str, float] | None] = [None for _ in first]
     for each in logprobs:

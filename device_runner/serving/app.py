@@ -155,6 +155,8 @@ def _page_routes(description: Json, runs: Runs | None) -> list[Route]:
 _T = TypeVar("_T")
 Events = asyncio.Queue[tuple[int, GenerationEvent]]
 Ended = Callable[[int, Ticket], Awaitable[tuple[Completion, Answer]]]
+# Returns the part of a completion's text that can be sent; of one that has ended if there is an answer.
+Shown = Callable[[str, Answer | None], str]
 
 
 class _Server:
@@ -377,11 +379,15 @@ def _usage(answers: Mapping[int, Completion], each: int) -> Json:
     return format_usage(tokens, sum(len(answer.tokens) for answer in completions), cached)
 
 
-def _text_to_send(parsed: ParsedRequest, call_format: CallFormat | None, text: str) -> str:
-    """Return the beginning of an unfinished completion that surely isn't part of a call."""
-    if not parsed.tools or call_format is None:
+def _text_to_send(
+    parsed: ParsedRequest, call_format: CallFormat | None, text: str, answer: Answer | None
+) -> str:
+    """Return the text of a completion that surely isn't part of a call; `answer`: of one that has ended."""
+    if not parsed.tools or call_format is None or (answer is not None and not answer.calls):
         return text
-    return "" if parsed.required else call_format.text_before(text)
+    if parsed.required:
+        return ""
+    return call_format.text_before(text) if answer is None else call_format.text_around(text)
 
 
 async def _complete_response(reply: Reply, events: Events, count: int, each: int, ended: Ended) -> Response:
@@ -397,7 +403,7 @@ async def _complete_response(reply: Reply, events: Events, count: int, each: int
 
 
 async def _stream_events(
-    reply: Reply, events: Events, count: int, each: int, ended: Ended, shown: Callable[[str], str]
+    reply: Reply, events: Events, count: int, each: int, ended: Ended, shown: Shown
 ) -> AsyncIterator[str]:
     for index in range(count):
         for chunk in reply.begin(index):
@@ -408,7 +414,7 @@ async def _stream_events(
         index, event = await events.get()
         if isinstance(event, str):
             texts[index] += event
-            text = shown(texts[index])
+            text = shown(texts[index], None)
         else:
             try:
                 completions[index], answer = await ended(index, event)
@@ -416,7 +422,7 @@ async def _stream_events(
                 # The status was already sent.
                 yield _event(_failure_error(error).body)
                 return
-            text = shown(texts[index]) if answer.calls else texts[index]
+            text = shown(texts[index], answer)
         if len(text) > sent[index]:
             yield _event(reply.text_event(index, text[sent[index] :]))
             sent[index] = len(text)

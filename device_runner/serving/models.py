@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from device_runner.serving.answers import make_answer
+from device_runner.serving.call_formats import find_format
 from device_runner.serving.protocol import Answer, ParsedRequest, RequestError
-from device_runner.serving.tool_calls import find_format
-from device_runner.session.grammars import Grammars
+from device_runner.session.grammars import Grammars, JsonOf
 from prge.data.readers.feedback import AnswerRecord, Fields, adapter_digest, conversation_fields
 from prge.data.tokenization.control_tokens import RenderedText
 from prge.data.tokenization.tokenizer import Tokenizer
@@ -213,10 +213,10 @@ class Models:
         param = "tools"
         try:
             if parsed.required and self.call_format is not None:
-                return self._grammars.json(self.call_format.alternatives(parsed.required))
+                return self._grammars.sequence(self.call_format.call_of(parsed.required))
             param = "response_format"
             if parsed.schema is not None:
-                return self._grammars.json([("", parsed.schema, "")])
+                return self._grammars.sequence([JsonOf(parsed.schema)])
             param = "grammar"
             return self._grammars.grammar(parsed.grammar) if parsed.grammar else None
         except DataError as error:
@@ -228,8 +228,9 @@ class Models:
         """Return a prompt of a request with tools: calls are readable, and a required one begins."""
         if not parsed.tools or self.call_format is None:
             return prompt
-        marks = map(self._tokenizer.control_id, (self.call_format.begin, *self.call_format.marks))
-        head = self._tokenizer.encode(self.call_format.head, control=True) if parsed.required else ()
+        call_format, control_id = self.call_format, self._tokenizer.control_id
+        marks = map(control_id, (call_format.begin, *call_format.marks, *call_format.control))
+        head = self._tokenizer.encode(call_format.head, control=True) if parsed.required else ()
         shown = frozenset(token for token in marks if token is not None)
         return replace(prompt, tokens=(*prompt.tokens, *head), shown=shown)
 

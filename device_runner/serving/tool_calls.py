@@ -1,10 +1,7 @@
-"""Calls of tools in the text of a completion, in the formats in which chat templates write them.
+"""Calls of tools in the text of a completion: what the formats of chat templates have in common.
 
-    <tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>    Hermes, Qwen, SmolLM3
-    [TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Rome"}}]            Mistral
-    {"name": "weather", "parameters": {"city": "Rome"}}                          Llama 3
-
-Everything else stays text: calls of other tools, incomplete JSON, text after a call.
+A completion has a text, then calls between marks. Everything else stays text: calls of other tools,
+incomplete calls, and, in most formats, calls with text after them.
 """
 
 from __future__ import annotations
@@ -12,14 +9,21 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
+from device_runner.session.grammars import OneOf, Part
 from prge.generation.text_stream import overlap
 
 # Mistral's templates require identifiers of nine letters and digits.
 _ID_LENGTH = 9
+
+Tool = Mapping[str, Any]
+"""A function as a request describes it, with its name, and the JSON schema of its parameters."""
+Call = tuple[str, Any, int]
+"""The name and the arguments of a call in a text, and the position after it."""
 
 
 def _call_id() -> str:
@@ -35,23 +39,40 @@ class ToolCall:
     id: str = field(default_factory=_call_id)
 
 
-@dataclass(frozen=True)
-class CallFormat:
-    """How a model writes calls: JSON objects with the name and the arguments, between marks.
+class CallFormat(ABC):
+    """How a model writes calls.
 
     Attributes:
-        sign: text of a chat template that shows that it writes this format.
-        begin: text that begins a call of a completion; empty: a completion that begins with `{` is a call.
+        signs: texts of a chat template that writes this format.
+        begin: text that begins the calls of a completion; empty: a completion that begins with `{` is a call.
         head: text before a call, which a completion that must be a call continues.
         marks: texts around and between calls.
-        arguments: key of the arguments.
+        end: text that ends the calls, after which other text may follow; empty: none may follow.
+        control: other texts inside calls that may be control tokens of the model.
     """
 
-    sign: str
-    begin: str
-    head: str
-    marks: tuple[str, ...]
-    arguments: str
+    signs: ClassVar[tuple[str, ...]]
+    begin: ClassVar[str]
+    head: ClassVar[str]
+    marks: ClassVar[tuple[str, ...]]
+    end: ClassVar[str] = ""
+    control: ClassVar[tuple[str, ...]] = ()
+
+    @abstractmethod
+    def _read(self, text: str, at: int, tools: Mapping[str, Tool]) -> Call:
+        """Read the call that begins at a position of a text.
+
+        Raises:
+            ValueError, TypeError, KeyError, AttributeError, RecursionError: there is no call.
+        """
+
+    @abstractmethod
+    def _call_of(self, tool: Tool) -> tuple[Part, ...]:
+        """Return what may follow `head` in a call of a tool."""
+
+    def call_of(self, tools: Sequence[Tool]) -> list[Part]:
+        """Return what a completion that must be a call of one of these tools may contain after `head`."""
+        return [OneOf(map(self._call_of, tools))]
 
     def text_before(self, text: str) -> str:
         """Return the beginning of an unfinished completion that surely isn't part of a call."""
@@ -60,64 +81,70 @@ class CallFormat:
         start = text.find(self.begin)
         return text[:start] if start >= 0 else text[: len(text) - overlap(text, self.begin)]
 
-    def calls(self, text: str, names: Collection[str]) -> list[ToolCall]:
-        """Return the calls after `text_before` of a whole completion.
+    def text_around(self, text: str) -> str:
+        """Return the text of a whole completion with calls, without the calls."""
+        before, _, after = self._divided(text)
+        return before + after
+
+    def calls(self, text: str, tools: Sequence[Tool]) -> list[ToolCall]:
+        """Return the calls in a whole completion.
 
         Returns:
-            An empty list if the text has none, or is anything else than calls of these tools: JSON that is
-            incomplete, an unknown name, arguments that aren't an object, or text after a call.
+            An empty list if the text has none, or anything else than calls of these tools where it has calls:
+            an incomplete call, an unknown name, or arguments that aren't an object.
         """
-        rest, calls = text[len(self.text_before(text)) :], list[ToolCall]()
+        named, calls = {tool["name"]: tool for tool in tools}, list[ToolCall]()
+        _, text, _ = self._divided(text)
         marks = re.compile(rf"(?:\s|{'|'.join(map(re.escape, self.marks))})*")
         try:
-            at = _end(marks, rest, 0)
-            while at < len(rest):
-                value, at = _DECODER.raw_decode(rest, at)
-                arguments = value.get(self.arguments, {})
-                if value["name"] not in names or not isinstance(arguments, dict):
+            at = match(marks, text, 0).end()
+            while at < len(text):
+                name, arguments, at = self._read(text, at, named)
+                if name not in named or not isinstance(arguments, dict):
                     return []
-                calls.append(ToolCall(value["name"], json.dumps(arguments, allow_nan=False)))
-                at = _end(marks, rest, at)
+                calls.append(ToolCall(name, json.dumps(arguments, allow_nan=False)))
+                at = match(marks, text, at).end()
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return []
         return calls
 
-    def alternatives(self, tools: Sequence[Mapping[str, Any]]) -> list[tuple[str, object, str]]:
-        """Return a call of each tool, as `Grammars.json` takes it."""
-        calls: list[tuple[str, object, str]] = []
-        for tool in tools:
-            before = f'{{"name": {json.dumps(tool["name"])}, "{self.arguments}": '
-            calls.append((before, {"type": "object", **tool.get("parameters", {})}, "}"))
-        return calls
+    def _divided(self, text: str) -> tuple[str, str, str]:
+        """Return the text before the calls of a whole completion, the calls, and the text after them."""
+        start = len(self.text_before(text))
+        end = text.rfind(self.end, start) if self.end else -1
+        end = len(text) if end < 0 else end + len(self.end)
+        return text[:start], text[start:end], text[end:]
 
 
-_HERMES = CallFormat(
-    "<tool_call>", "<tool_call>", "<tool_call>\n", ("<tool_call>", "</tool_call>"), "arguments"
-)
-_MISTRAL = CallFormat(
-    "[TOOL_CALLS]", "[TOOL_CALLS]", "[TOOL_CALLS] [", ("[TOOL_CALLS]", "[", "]", ","), "arguments"
-)
-_LLAMA = CallFormat('"parameters": ', "", "", ("<|python_tag|>", ";"), "parameters")
-# Signs of formats that aren't JSON objects with name and arguments: those of Qwen3-Coder, of newer Mistrals
-# and of LFM2.
-_OTHER_SIGNS = ("<function=", "[ARGS]", "<|tool_call_start|>")
-
-
-def find_format(template: str) -> CallFormat | None:
-    """Return the format in which a chat template writes calls; None if it is unknown."""
-    if any(sign in template for sign in _OTHER_SIGNS):
-        return None
-    return next((each for each in (_MISTRAL, _HERMES, _LLAMA) if each.sign in template), None)
-
-
-def _end(marks: re.Pattern[str], text: str, start: int) -> int:
-    match = marks.match(text, start)
-    assert match is not None
-    return match.end()
+def match(pattern: re.Pattern[str], text: str, at: int) -> re.Match[str]:
+    """Match a pattern at a position of a text; raises ValueError."""
+    result = pattern.match(text, at)
+    if result is None:
+        raise ValueError(f"no {pattern.pattern} at {at}")
+    return result
 
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+# Models write line breaks in strings.
+DECODER = json.JSONDecoder(parse_constant=_refuse_constant, strict=False)
+
+# A string, an escape outside of strings, or a word.
+_LITERAL = re.compile(r"""'[^'\\]*(?:\\.[^'\\]*)*'|"[^"\\]*(?:\\.[^"\\]*)*"|\\.|\w+""", re.DOTALL)
+_ESCAPE = re.compile(r'\\.|"', re.DOTALL)
+_CONSTANTS = {"True": "true", "False": "false", "None": "null"}
+
+
+def json_literals(text: str) -> str:
+    """Replace the literals of Python in a text by those of JSON."""
+    return _LITERAL.sub(_json_literal, text)
+
+
+def _json_literal(literal: re.Match[str]) -> str:
+    text = literal[0]
+    if text[0] not in "'\"":
+        return _CONSTANTS.get(text, text)
+    escapes = {"\\'": "'", '"': '\\"'}
+    return f'"{_ESCAPE.sub(lambda escape: escapes.get(escape[0], escape[0]), text[1:-1])}"'

@@ -7,7 +7,9 @@ token are limited.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -37,6 +39,38 @@ _END = "\ufdd1end"
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 
 
+@dataclass(frozen=True)
+class ControlToken:
+    """A control token; the characters of its name if the tokenizer has no such token."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class JsonOf:
+    """JSON of a schema, in one line."""
+
+    schema: object
+
+
+@dataclass(frozen=True)
+class TextUntil:
+    """Any text up to the first `end`, and `end`."""
+
+    end: str
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """One of several sequences of parts, of which one may be empty."""
+
+    options: Iterable[Sequence[Part]]
+
+
+# A part of a completion; a string is this text, in which no control token is read.
+Part = str | ControlToken | JsonOf | TextUntil | OneOf
+
+
 class Grammars:
     """Compiles JSON schemas and grammars to constraints on the tokens of one tokenizer.
 
@@ -47,26 +81,16 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def json(self, alternatives: Sequence[tuple[str, object, str]]) -> BeginConstraint:
-        """Return the constraint to JSON of one of several schemas.
-
-        Args:
-            alternatives: of each schema, the text before the JSON, the schema, and the text after it.
+    def sequence(self, parts: Sequence[Part]) -> BeginConstraint:
+        """Return the constraint to parts of a completion, one after the other.
 
         Raises:
             DataError: llguidance isn't installed, or it refuses a schema.
             BundleError: it doesn't support the tokenizer.
         """
-        rules = [f"start: {' | '.join(f'a{number}' for number in range(len(alternatives)))}"]
-        for number, (before, schema, after) in enumerate(alternatives):
-            if not isinstance(schema, Mapping):
-                raise _refused_error(f"the schema is {format_value(schema)}, must be an object")
-            if _items(schema) > MAX_ITEMS:
-                raise _refused_error(f"its {', '.join(_COUNTS)} are more than {MAX_ITEMS} together")
-            parts = [json.dumps(before)] * bool(before) + [f"j{number}"] + [json.dumps(after)] * bool(after)
-            rules.append(f"a{number}: {' '.join(parts)}")
-            rules.append(f"j{number}: %json {json.dumps({**schema, 'x-guidance': _LAYOUT})}")
-        return self._compile("\n".join(rules), MAX_SCHEMA)
+        rules = _Rules(self._tokenizer)
+        start = rules.expressions(parts)
+        return self._compile("\n".join([f"start: {start}", *rules.rules]), MAX_SCHEMA)
 
     def grammar(self, text: str) -> BeginConstraint:
         """Return the constraint to a grammar in the syntax of Lark or of llama.cpp (GBNF).
@@ -76,7 +100,7 @@ class Grammars:
             BundleError: it doesn't support the tokenizer.
         """
         library = _library()
-        _check_size(text, MAX_GRAMMAR)
+        _check_size(len(text), MAX_GRAMMAR)
         if "%json" in text:
             raise _refused_error("it contains %json: give a JSON schema instead")
         try:
@@ -87,7 +111,7 @@ class Grammars:
 
     def _compile(self, grammar: str, longest: int) -> BeginConstraint:
         library, tokens = _library(), self._tokens
-        _check_size(grammar, longest)
+        _check_size(len(grammar), longest)
         matcher = library.LLMatcher(tokens, grammar, log_level=0, limits=library.LLParserLimits(**_LIMITS))
         begun = matcher.deep_copy()
         begun.compute_bitmask()  # fails if the format has no text
@@ -111,6 +135,57 @@ class Grammars:
                 remedy="Request a completion without a format.",
                 code="tokenizer-unsupported",
             ) from None
+
+
+class _Rules:
+    """Rules in the syntax of Lark, to which the expressions of parts refer.
+
+    Args:
+        tokenizer: has the control tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.rules: list[str] = []
+        self._tokenizer = tokenizer
+        self._size = 0
+        self._items = 0.0
+
+    def expressions(self, parts: Iterable[Part]) -> str:
+        """Return parts, one after the other, as an expression."""
+        return " ".join(map(self._expression, parts)) or '""'
+
+    def _expression(self, part: Part) -> str:
+        if isinstance(part, OneOf):
+            return f"({' | '.join(map(self.expressions, part.options))})"
+        if isinstance(part, JsonOf):
+            return self._rule(f": %json {self._schema(part.schema)}")
+        if isinstance(part, TextUntil):
+            end = re.escape(part.end).replace("\n", "n").replace("/", r"\/")
+            return self._rule(f"[lazy]: /(?s:.*){end}/")
+        token = self._tokenizer.control_id(part.name) if isinstance(part, ControlToken) else None
+        text = part.name if isinstance(part, ControlToken) else part
+        return self._limited(json.dumps(text) if token is None else f"<[{token}]>")
+
+    def _rule(self, text: str) -> str:
+        name = f"part{len(self.rules)}"
+        self.rules.append(self._limited(name + text))
+        return name
+
+    def _limited(self, text: str) -> str:
+        """Return a text of the grammar; refuses it at once if there is too much of it."""
+        self._size += len(text)
+        _check_size(self._size, MAX_SCHEMA)
+        return text
+
+    def _schema(self, schema: object) -> str:
+        if not isinstance(schema, Mapping):
+            raise _refused_error(f"the schema is {format_value(schema)}, must be an object")
+        text = json.dumps({**schema, "x-guidance": _LAYOUT})
+        _check_size(len(text), MAX_SCHEMA)
+        self._items += _items(schema)
+        if self._items > MAX_ITEMS:
+            raise _refused_error(f"its {', '.join(_COUNTS)} are more than {MAX_ITEMS} together")
+        return text
 
 
 class _GrammarConstraint:
@@ -167,14 +242,14 @@ def _items(schema: object) -> float:
     """Return the sum of the numbers of items and properties that a schema names."""
     if isinstance(schema, Mapping):
         counts = (schema.get(name) for name in _COUNTS)
-        named = sum(count for count in counts if isinstance(count, int | float))
+        named = sum(max(count, 0) for count in counts if isinstance(count, int | float))
         return named + sum(map(_items, schema.values()))
     return sum(map(_items, schema)) if isinstance(schema, list) else 0
 
 
-def _check_size(text: str, longest: int) -> None:
-    if len(text) > longest:
-        raise _refused_error(f"it has {len(text)} characters, at most {longest} are allowed")
+def _check_size(characters: int, longest: int) -> None:
+    if characters > longest:
+        raise _refused_error(f"it has {characters} characters, at most {longest} are allowed")
 
 
 def _refused_error(problem: str) -> DataError:

@@ -27,7 +27,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +58,8 @@ LONGEST_WINDOW = 1 << 18
 LARGEST_ID = (1 << 31) - 1
 # A character that no vocabulary contains.
 _NO_CHARACTER = "\U0010ffff"
+# The name of a token of SentencePiece that is one byte.
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 # How the names of this module's own tokens begin.
 _ALIAS = "\ufdd0"
 
@@ -359,6 +361,25 @@ class Tokenizer:
         added = text[len(before) :]
         return added if added and text.startswith(before) and "\ufffd" not in added else None
 
+    def token_bytes(self, identifier: int) -> bytes:
+        """Return the bytes of a token inside a text in UTF-8, which may be a part of a character.
+
+        Empty if the token adds no text.
+        """
+        text = self.token_text(identifier)
+        if text is not None:
+            return text.encode(errors="replace")
+        name = self._backend.id_to_token(identifier) or ""
+        if fallback := _BYTE_TOKEN.fullmatch(name):
+            return bytes([int(fallback[1], 16)])
+        # In other tokenizers, such a token adds nothing.
+        return bytes(map(_BYTES.get, name, repeat(0))) if self._is_byte_level else b""
+
+    @cached_property
+    def _is_byte_level(self) -> bool:
+        decoder = json.dumps(self.to_json()["decoder"])
+        return '"ByteLevel"' in decoder
+
     @cached_property
     def _whole_tokens(self) -> list[int]:
         """Tokens of whole characters, after which other tokens are decoded as inside a text."""
@@ -380,6 +401,16 @@ class Tokenizer:
     def token(self, identifier: int) -> str:
         """Return the name of a token in the vocabulary."""
         return self._backend.id_to_token(identifier) or f"<{identifier}>"
+
+
+def _byte_characters() -> dict[str, int]:
+    """Return the bytes that the characters of byte-level tokens stand for, as GPT-2 defines them."""
+    shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+_BYTES = _byte_characters()
 
 
 class _Aliases:

@@ -5,23 +5,27 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from device_runner.session.grammars import MAX_GRAMMAR, MAX_ITEMS, MAX_SCHEMA, Grammars
+from device_runner.session.grammars import (
+    MAX_GRAMMAR,
+    MAX_ITEMS,
+    MAX_SCHEMA,
+    ControlToken,
+    Grammars,
+    JsonOf,
+    OneOf,
+    TextUntil,
+)
 from prge.data.tokenization.tokenizer import Tokenizer
-from prge.errors import BundleError, DataError
-from prge.generation.constraints import BeginConstraint
-from prge.generation.loop import Completion, GenerationSettings, Generator, Request
-from prge.generation.prompts import Prompt
-from prge.generation.sampling import SamplingSettings
-from tests.numpy_generation_engine import NumpyGenerationEngine, make_adapter
+from prge.errors import BundleError, DataError, PrgeError
+from tests.constrained import TOKENIZER, completions
 from tests.prge.data.tiny_tokenizers import byte_fallback_backend, byte_level_backend, prefixed_backend
 from tests.refusals import raises
 
-TOKENIZER = Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, prepend_bos=True)
 WEATHER = {
     "type": "object",
     "properties": {
@@ -40,31 +44,13 @@ def llguidance() -> Any:
     return pytest.importorskip("llguidance", reason="the package llguidance is not installed")
 
 
-def completions(
-    constraint: BeginConstraint, tokenizer: Tokenizer = TOKENIZER, count: int = 4, **given: Any
-) -> Sequence[Completion]:
-    """Return completions of a model with random weights."""
-    engine = NumpyGenerationEngine(420, context=400, slots=4)
-    samplings = [SamplingSettings(2.0, min_p=0, seed=seed) for seed in range(count)]
-    requests = [
-        Request(
-            Prompt((1, 5, 6), continues=False),
-            make_adapter(),
-            GenerationSettings(**{"max_tokens": 200, "sampling": sampling, **given}),
-            constraint=constraint,
-        )
-        for sampling in samplings
-    ]
-    return Generator(engine, tokenizer).generate(requests)
-
-
 @pytest.mark.parametrize("make_backend", [byte_level_backend, byte_fallback_backend])
 def test_every_model_writes_json_of_the_schema(make_backend: Callable[[], Any]) -> None:
     tokenizer = Tokenizer(make_backend(), bos_id=1, eos_id=2)
     # The tokens that the tokenizer adds for its own use are not the library's.
     tokenizer.encode("a</s>", control=[1])
     texts = set()
-    for answer in completions(Grammars(tokenizer).json([("", WEATHER, "")]), tokenizer):
+    for answer in completions(Grammars(tokenizer).sequence([JsonOf(WEATHER)]), tokenizer):
         assert answer.reason == "stop"
         value = json.loads(answer.text)
         assert list(value) == WEATHER["required"]
@@ -76,22 +62,42 @@ def test_every_model_writes_json_of_the_schema(make_backend: Callable[[], Any]) 
 
 
 def test_json_has_the_layout_of_chat_templates() -> None:
-    for answer in completions(Grammars(TOKENIZER).json([("", WEATHER, "")])):
+    for answer in completions(Grammars(TOKENIZER).sequence([JsonOf(WEATHER)])):
         value = json.loads(answer.text)
         assert answer.text.isascii() is False or answer.text == json.dumps({**value}) or value["note"]
         assert answer.text.startswith('{"city": "') and ', "days": ' in answer.text
 
 
-def test_several_schemas_with_text_around_them() -> None:
-    alternatives = [("a=", {"type": "boolean"}, ";"), ("b=", {"const": 'x"y'}, "\n")]
-    texts = {answer.text for answer in completions(Grammars(TOKENIZER).json(alternatives), count=12)}
-    assert texts <= {"a=true;", "a=false;", 'b="x\\"y"\n'} and len(texts) > 1
+def test_parts_follow_each_other() -> None:
+    end = ("/;\n",)
+    parts = ['"a=', JsonOf({"type": "boolean"}), OneOf([(), ("b", JsonOf({"const": 'x"y'})), ("é",)]), *end]
+    texts = {answer.text for answer in completions(Grammars(TOKENIZER).sequence(parts), count=12)}
+    endings = ("", 'b"x\\"y"', "é")
+    assert texts <= {f'"a={value}{ending}/;\n' for value in ("true", "false") for ending in endings}
+    assert len(texts) > 1
+
+
+def test_free_text_ends_with_its_end() -> None:
+    parts = ["<a>", TextUntil("b"), "</a>"]
+    for answer in completions(Grammars(TOKENIZER).sequence(parts), max_tokens=300):
+        if answer.reason == "stop":
+            assert answer.text.startswith("<a>") and answer.text.endswith("b</a>")
+            assert answer.text.count("b") == 1
+
+
+def test_a_control_token_is_one_and_the_same_characters_in_a_text_are_none() -> None:
+    (answer,) = completions(Grammars(TOKENIZER).sequence([ControlToken("<s>"), "a"]), count=1)
+    assert answer.tokens[:1] == (TOKENIZER.control_id("<s>"),) and answer.text == "a"
+    (answer,) = completions(Grammars(TOKENIZER).sequence(["<s>", "a"]), count=1)
+    assert TOKENIZER.control_id("<s>") not in answer.tokens and answer.text == "<s>a"
+    (answer,) = completions(Grammars(TOKENIZER).sequence([ControlToken("[ARGS]")]), count=1)
+    assert answer.text == "[ARGS]"
 
 
 def test_references_are_resolved_in_their_own_schema() -> None:
     schema = {"$defs": {"yes": {"const": True}}, "properties": {"a": {"$ref": "#/$defs/yes"}}}
     schema |= {"type": "object", "required": ["a"], "additionalProperties": False}
-    (answer,) = completions(Grammars(TOKENIZER).json([("f: ", schema, "")]), count=1)
+    (answer,) = completions(Grammars(TOKENIZER).sequence(["f: ", JsonOf(schema)]), count=1)
     assert answer.text == 'f: {"a": true}'
 
 
@@ -110,7 +116,7 @@ def test_a_grammar_that_may_end_early_ends_with_an_end_token() -> None:
 
 
 def test_max_tokens_cuts_json() -> None:
-    (answer,) = completions(Grammars(TOKENIZER).json([("", WEATHER, "")]), count=1, max_tokens=3)
+    (answer,) = completions(Grammars(TOKENIZER).sequence([JsonOf(WEATHER)]), count=1, max_tokens=3)
     assert answer.reason == "length" and len(answer.tokens) == 3
 
 
@@ -138,7 +144,7 @@ def test_max_tokens_cuts_json() -> None:
 )
 def test_what_is_no_schema_is_refused(schema: object) -> None:
     with raises(DataError, "grammar-refused"):
-        Grammars(TOKENIZER).json([("", schema, "")])
+        Grammars(TOKENIZER).sequence([JsonOf(schema)])
 
 
 @pytest.mark.parametrize(
@@ -167,6 +173,13 @@ def nested(levels: int) -> dict[str, Any]:
     return schema
 
 
+def deep(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(levels // 2):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    return schema
+
+
 HOSTILE: dict[str, Any] = {
     "long string": {"type": "string", "minLength": 10**6, "maxLength": 10**9},
     "long list": {"type": "array", "minItems": 10**9, "items": {"type": "integer"}},
@@ -177,6 +190,22 @@ HOSTILE: dict[str, Any] = {
     "multiple": {"type": "integer", "multipleOf": 99991, "minimum": 1, "maximum": 10**15},
     "properties": {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(1500)}},
     "enum": {"enum": [f"v{n}" for n in range(5000)]},
+    "list of lists": {"$defs": {"a": {"type": "array", "minItems": 99, "items": {"$ref": "#/$defs/a"}}}}
+    | {"$ref": "#/$defs/a"},
+    "negative counts": {"minItems": -(10**9), "items": {"type": "array", "minItems": 10**9}},
+    "tree": {"$ref": "#", "type": "object", "properties": {"a": {"$ref": "#"}, "b": {"$ref": "#"}}},
+    "references": {"$defs": {f"d{n}": {"anyOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 9} for n in range(99)}}
+    | {"$ref": "#/$defs/d0"},
+    "remote reference": {"properties": {"a": {"$ref": "http://127.0.0.1:9/schema.json"}}},
+    "file reference": {"$ref": "file:///etc/passwd"},
+    "alternatives of objects": {
+        "anyOf": [{"type": "object", "properties": {f"p{n}": {"type": "integer"}}} for n in range(900)]
+    },
+    "alternatives of all": {"allOf": [{"anyOf": [{"minimum": n}, {"maximum": n}]} for n in range(30)]},
+    "required properties": {"type": "object", "required": [f"p{n}" for n in range(5000)]},
+    "patterns": {"patternProperties": {f"^(a|b)*{n}$": {"type": "string"} for n in range(200)}},
+    "catastrophic": {"type": "string", "pattern": "^(a+)+$(a|aa)+(.*)*b{1,999}$"},
+    "deep": deep(30),
     "most items": {"type": "array", "maxItems": MAX_ITEMS, "items": {"type": "integer"}},
 }
 
@@ -185,21 +214,51 @@ HOSTILE: dict[str, Any] = {
 def test_a_hostile_schema_takes_bounded_time(name: str) -> None:
     start = time.monotonic()
     try:
-        completions(Grammars(TOKENIZER).json([("", HOSTILE[name], "")]), count=1, max_tokens=20)
+        completions(Grammars(TOKENIZER).sequence([JsonOf(HOSTILE[name])]), count=1, max_tokens=20)
     except Exception as error:
         assert getattr(error, "code", "") in ("grammar-refused", "grammar-without-token"), error
     assert time.monotonic() - start < 10
 
 
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        'start: start "a" | "a"',
+        "start: start",
+        "start: a\na: b\nb: a",
+        'start: a a a\na: a a | "x" | ""',
+        "root ::= root root | [a-z]*\n",
+        "root ::= " + "(" * 900 + '"a"' + ")" * 900 + "\n",
+        "\n".join(["start: a0", *(f"a{n}: a{n + 1} a{n + 1}" for n in range(300)), 'a300: "x"']),
+        "start: /((a{1,300}){1,300}){1,300}/",
+        'start: "a"~1..1000000',
+        'root ::= "a"{1,1000000}\n',
+        "start: " + " | ".join(f'"{n}"' for n in range(900)),
+        'start: %lark { start: "a" }',
+        'start: @other\n',
+        "%import common.NUMBER\nstart: NUMBER",
+        "start: /(?=a)b/ | /\\1/",
+        "start: <[99999999]>",
+    ],
+)
+def test_a_hostile_grammar_takes_bounded_time(grammar: str) -> None:
+    start = time.monotonic()
+    try:
+        completions(Grammars(TOKENIZER).grammar(grammar), count=1, max_tokens=20)
+    except PrgeError as error:
+        assert error.code in ("grammar-refused", "grammar-without-token"), error
+    assert time.monotonic() - start < 10
+
+
 def test_a_tokenizer_without_bytes_is_refused() -> None:
     with raises(BundleError, "tokenizer-unsupported"):
-        Grammars(Tokenizer(prefixed_backend(), bos_id=1, eos_id=2)).json([("", WEATHER, "")])
+        Grammars(Tokenizer(prefixed_backend(), bos_id=1, eos_id=2)).sequence([JsonOf(WEATHER)])
 
 
 def test_without_the_package_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     for request in (
-        lambda: Grammars(TOKENIZER).json([("", WEATHER, "")]),
+        lambda: Grammars(TOKENIZER).sequence([JsonOf(WEATHER)]),
         lambda: Grammars(TOKENIZER).grammar('start: "a"'),
     ):
         with raises(DataError, "package-missing", containing="llguidance"):

@@ -20,7 +20,7 @@ from tokenizers import models, processors
 from prge.data.tokenization.tokenizer import LONGEST_WINDOW, WINDOW, Tokenizer, load_tokenizer
 from prge.errors import BundleError, DataError
 from tests.measured import measure_program
-from tests.prge.data.tiny_tokenizers import byte_level_backend
+from tests.prge.data.tiny_tokenizers import byte_fallback_backend, byte_level_backend
 from tests.refusals import raises
 
 
@@ -357,6 +357,16 @@ def test_the_text_of_one_token_is_that_inside_a_text(
     assert tokenizer.token_text(tokenizer.eos_id or 0) == "</s>"
     halves = tokenizer.encode("é")
     assert len(halves) == 2 and [tokenizer.token_text(half) for half in halves] == [None, None]
+
+
+@pytest.mark.parametrize("make_backend", [byte_level_backend, byte_fallback_backend])
+def test_the_bytes_of_tokens_are_those_of_the_text_also_in_parts_of_characters(make_backend: Any) -> None:
+    tokenizer = Tokenizer(make_backend(), bos_id=1, eos_id=2)
+    for text in ("a b", "é", "a😀b", "€\n", "\ufffd"):
+        parts = [tokenizer.token_bytes(token) for token in tokenizer.encode(text)]
+        assert b"".join(parts).decode().strip(" ") == text
+    assert [*map(tokenizer.token_bytes, tokenizer.encode("é"))][-2:] == [b"\xc3", b"\xa9"]
+    assert tokenizer.token_bytes(2) == b"</s>" and tokenizer.token_bytes(10**6) == b""
 
 
 def test_the_content_of_a_tokenizer_is_what_it_was_loaded_with() -> None:
