@@ -67,7 +67,7 @@ class OneOf:
     options: Iterable[Sequence[Part]]
 
 
-# A part of a completion; a string is this text, in which no control token is read.
+# A part of a completion; a string is this text.
 Part = str | ControlToken | JsonOf | TextUntil | OneOf
 
 

@@ -269,11 +269,11 @@ CYCLE = {"anyOf": [{"$ref": "#/$defs/cycle"}] * 50}
 def test_parameters_of_any_form_are_refused_or_used_in_bounded_time(name: str, parameters: Any) -> None:
     pytest.importorskip("llguidance", reason="the package llguidance is not installed")
     tools = [{"name": "typed", "parameters": parameters}]
-    start = time.monotonic()
+    start = time.process_time()
     with contextlib.suppress(DataError):
         Grammars(TOKENIZER).sequence(format_of(name).call_of(tools))
     format_of("qwen-coder").calls(xml(("a", "Rome"), ("b", "3"), ("p7", "x")), tools)
-    assert time.monotonic() - start < 10
+    assert time.process_time() - start < 10
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
