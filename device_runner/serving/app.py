@@ -478,6 +478,8 @@ def _busy_error(why: str) -> RequestError:
 
 
 def _failure_error(error: PrgeError) -> RequestError:
+    if error.code == "grammar-without-token":
+        return RequestError(400, error.what)  # the client's format, which can't be followed
     return RequestError(500, error.what, error_type="server_error")
 
 
@@ -488,7 +490,8 @@ async def _refuse(request: Request, error: Exception) -> Response:
 
 async def _refuse_failed(request: Request, error: Exception) -> Response:
     assert isinstance(error, PrgeError)
-    return JSONResponse(_failure_error(error).body, 500)
+    failure = _failure_error(error)
+    return JSONResponse(failure.body, failure.status)
 
 
 async def _client_gone(request: Request, error: Exception) -> Response:

@@ -873,6 +873,62 @@ def test_calls_are_separated_from_text_and_all_else_stays_text(
         assert events[-1].choices[0].finish_reason == finish
 
 
+@pytest.mark.usefixtures("llguidance")
+def test_hostile_schemas_and_grammars_harm_no_other_client(child: Child) -> None:
+    chat = child.client().chat.completions
+    schemas = [
+        {"$ref": "#"},
+        {"$ref": "http://127.0.0.1:9/schema.json"},
+        {"type": "thing"},
+        {"type": "string", "pattern": "(.*a.{20}|.*b.{20})" * 20},
+        {"type": "string", "pattern": "((a{1,100}){1,100}){1,100}b"},
+        {"type": "array", "minItems": 10**9},
+        {"anyOf": [{"type": "object", "properties": {f"p{n}": {"type": "integer"}}} for n in range(900)]},
+        {"properties": {f"p{n}": {"$ref": "#"} for n in range(500)}},
+    ]
+    formats = [{"type": "json_schema", "json_schema": {"name": "a", "schema": each}} for each in schemas]
+    requests: list[Any] = [{"response_format": each} for each in formats]
+    requests += [
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": each}}]}
+        | {"tool_choice": "required"}
+        for each in schemas
+    ]
+    grammars = ['start: start "a" | "a"', "root ::= root root\n", "start: /((a{1,300}){1,300}){1,300}/", "{"]
+    requests += [{"extra_body": {"grammar": each}} for each in grammars]
+    with ThreadPoolExecutor(4) as pool:
+        sent = [pool.submit(hostile_status, chat, request) for request in requests]
+        while not all(future.done() for future in sent):
+            start = time.monotonic()
+            chat.create(model="base", messages=HELLO, max_tokens=2)
+            assert time.monotonic() - start < 20
+    assert {future.result() for future in sent} == {200, 400}
+
+
+def hostile_status(chat: Any, request: dict[str, Any]) -> int:
+    """Return the status of a request with a hostile format; an error has a sentence."""
+    try:
+        chat.create(model="base", messages=HELLO, max_tokens=10, timeout=60, **request)
+    except openai.APIStatusError as error:
+        assert isinstance(error.body, dict) and error.body["message"]
+        return error.status_code
+    return 200
+
+
+def test_bytes_of_a_character_in_several_tokens() -> None:
+    with served(script="a é€b") as server:
+        question = {"model": "base", "temperature": 0, "max_tokens": 20, "extra_body": {"min_p": 0}}
+        (choice,) = server.client().chat.completions.create(**question, messages=HELLO, logprobs=True).choices
+        tokens = choice.logprobs.content[:-1]
+        assert b"".join(bytes(token.bytes) for token in tokens).decode() == choice.message.content == "a é€b"
+        assert {r"\xc3": [0xC3], r"\x82": [0x82]}.items() <= {
+            each.token: each.bytes for each in tokens
+        }.items()
+        (choice,) = server.client().completions.create(**question, prompt="x", logprobs=0).choices
+        begun = [("a", 0), (" ", 1), (r"\xc3", 2), (r"\xa9", 2), (r"\xe2", 3), (r"\x82", 3), (r"\xac", 3)]
+        pairs = zip(choice.logprobs.tokens, choice.logprobs.text_offset, strict=True)
+        assert [*pairs][:8] == [*begun, ("b", 4)]
+
+
 def test_log_probabilities_of_a_chat(child: Child) -> None:
     chat = child.client().chat.completions
     question = {"model": "base", "messages": HELLO, "max_tokens": 12, "temperature": 0}

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from device_runner.session.grammars import (
     MAX_GRAMMAR,
@@ -177,6 +179,7 @@ def deep(levels: int) -> dict[str, Any]:
     return schema
 
 
+GRAMMARS = Grammars(TOKENIZER)
 HOSTILE: dict[str, Any] = {
     "long string": {"type": "string", "minLength": 10**6, "maxLength": 10**9},
     "long list": {"type": "array", "minItems": 10**9, "items": {"type": "integer"}},
@@ -214,6 +217,41 @@ def test_a_hostile_schema_takes_bounded_time(name: str) -> None:
         completions(Grammars(TOKENIZER).sequence([JsonOf(HOSTILE[name])]), count=1, max_tokens=20)
     except Exception as error:
         assert getattr(error, "code", "") in ("grammar-refused", "grammar-without-token"), error
+    assert time.process_time() - start < 10
+
+
+KEYS = "type properties items required enum anyOf allOf $ref $defs a minItems maxLength pattern".split()
+VALUES = [
+    "object",
+    "array",
+    "string",
+    "integer",
+    "#",
+    "#/$defs/a",
+    "a",
+    "(",
+    "^(a|a)*$",
+    0,
+    -1,
+    1e18,
+    True,
+    None,
+]
+SCHEMAS = st.recursive(
+    st.sampled_from(VALUES),
+    lambda each: st.lists(each, max_size=4) | st.dictionaries(st.sampled_from(KEYS), each, max_size=4),
+    max_leaves=15,
+)
+
+
+@settings(deadline=None)
+@given(st.dictionaries(st.sampled_from(KEYS), SCHEMAS, max_size=5))
+def test_any_schema_is_refused_or_followed_in_bounded_time(schema: Any) -> None:
+    start = time.process_time()
+    try:
+        completions(GRAMMARS.sequence([JsonOf(schema)]), count=1, max_tokens=5)
+    except PrgeError as error:
+        assert error.code in ("grammar-refused", "grammar-without-token"), error
     assert time.process_time() - start < 10
 
 
