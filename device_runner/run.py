@@ -13,8 +13,8 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -58,6 +58,7 @@ from prge.objectives.examples import token_count
 from prge.objectives.preferences import Preference
 from prge.rewards.opening import open_reward
 from prge.rewards.prompt_examples import rollout_context
+from prge.rewards.reward import Reward
 from prge.rewards.rollouts import Rollouts
 from prge.system.memory import PeakMemory
 from prge.system.terminal import best_effort
@@ -98,7 +99,7 @@ def run(settings: RunSettings) -> Path:
         plan = plan_run(bundle, inputs.train, settings, inputs.objective)
         budget = _budget(bundle, plan, inputs)
         before = PeakMemory().peak
-        with Journal(settings.out / JOURNAL) as journal:
+        with _opened_reward(settings) as reward, Journal(settings.out / JOURNAL) as journal:
             run = _open(plan, inputs, journal, budget)
             monitor = RunMonitor(run.settings, journal.steps, run.forward_passes, run.describe)
             monitor.catch_up(journal)
@@ -108,10 +109,9 @@ def run(settings: RunSettings) -> Path:
                     monitor.note(f"{settings.epochs:g} epochs: {plan.settings.steps} steps")
                 if run.opened.notes:
                     monitor.note(run.opened.notes)
-                with _rollouts(run) as rollouts:
-                    data = _data(run, monitor, rollouts)
-                    session = open_session(plan.recipe, run.opened.engine, data, run.store)
-                    samples = _train(run, session, monitor)
+                data = _data(run, monitor, _rollouts(run, reward))
+                session = open_session(plan.recipe, run.opened.engine, data, run.store)
+                samples = _train(run, session, monitor)
                 final = _finish(run, session.state, samples, monitor)
                 if budget is not None and (message := describe_memory_use(budget.limit, before)):
                     monitor.note(message)
@@ -214,24 +214,26 @@ def _budget(bundle: Bundle, plan: RunPlan, inputs: RunInputs) -> Budget | None:
     return rollout_budget(bundle, limit, engine, context=context, steps=[shape, scores])
 
 
-@contextmanager
-def _rollouts(run: _OpenRun) -> Iterator[Rollouts | None]:
-    """Open the source of completions of a run that learns from a reward."""
+def _opened_reward(settings: RunSettings) -> AbstractContextManager[Reward | None]:
+    """Open the reward of a run, if it has one; raises ConfigError if it can't be used."""
+    return nullcontext() if settings.reward is None else closing(open_reward(settings.reward))
+
+
+def _rollouts(run: _OpenRun, reward: Reward | None) -> Rollouts | None:
+    """Return the source of completions of a run that learns from a reward."""
+    if reward is None:
+        return None
     settings, inputs = run.settings, run.inputs
-    if settings.reward is None:
-        yield None
-        return
     context = rollout_context([*inputs.train, *inputs.dev], settings.max_completion_length)
     engine = run.opened.generation_engine(ROLLOUT_SLOTS, context)
-    with closing(open_reward(settings.reward)) as reward:
-        yield Rollouts(
-            Generator(engine, inputs.tokenizer),
-            reward,
-            inputs.adapter.values.copy(),
-            settings.max_completion_length,
-            settings.temperature,
-            run.store.journal,
-        )
+    return Rollouts(
+        Generator(engine, inputs.tokenizer),
+        reward,
+        inputs.adapter.values.copy(),
+        settings.max_completion_length,
+        settings.temperature,
+        run.store.journal,
+    )
 
 
 def _data(run: _OpenRun, monitor: RunMonitor, rollouts: Rollouts | None) -> SessionData:

@@ -131,6 +131,8 @@ def test_what_can_not_be_learned_from_is_refused(
     filled = [word.format(folder=tmp_path) for word in words]
     done = prge(*arguments(workshop, rows, tmp_path / "run", "--steps", 1, *filled), check=False)
     assert done.returncode == 2 and expected in done.stderr and "Traceback" not in done.stderr
+    if "raises" not in filled[-1]:  # that reward fails for a row, when the run has begun
+        assert not (tmp_path / "run").exists()
 
 
 def test_a_bundle_that_can_not_write_is_refused(workshop: Path, rows: Path, tmp_path: Path) -> None:
