@@ -287,7 +287,7 @@ def _train_and_judge(
 def _nothing_to_learn(
     objective: ObjectiveName, learning: Sequence[Example], examples: Sequence[Example]
 ) -> str:
-    """Return why nothing can be learned from a round's new examples and all of its examples, or ""."""
+    """Return the reason why a round can't learn anything from its examples; empty if it can."""
     if not learning:
         nothing = "" if objective in PREFERENCES else ": there are no corrections and no good ratings"
         return f"no row can be trained on{nothing}"

@@ -87,7 +87,7 @@ class CallFormat(ABC):
         return before + after
 
     def calls(self, text: str, tools: Sequence[Tool]) -> list[ToolCall]:
-        """Return the calls in a whole completion.
+        """Parse the calls of a whole completion.
 
         Returns:
             An empty list if the text has none, or anything else than calls of these tools where it has calls:
@@ -109,7 +109,7 @@ class CallFormat(ABC):
         return calls
 
     def _divided(self, text: str) -> tuple[str, str, str]:
-        """Return the text before the calls of a whole completion, the calls, and the text after them."""
+        """Split a whole completion into the text before its calls, the calls, and the text after them."""
         start = len(self.text_before(text))
         end = text.rfind(self.end, start) if self.end else -1
         end = len(text) if end < 0 else end + len(self.end)

@@ -102,7 +102,7 @@ def _options(schema: Mapping[str, Any]) -> list[Any]:
 
 
 def _value(text: str, types: set[str]) -> Any:
-    """Return the value of an argument of these types; raises ValueError or RecursionError if it has none."""
+    """Parse the text of an argument as one of these JSON types; raises ValueError or RecursionError."""
     if types == {"string"} or (types == {"string", "null"} and text not in ("null", "None")):
         return text
     try:
@@ -114,7 +114,7 @@ def _value(text: str, types: set[str]) -> Any:
 
 
 def _value_parts(name: str, parameters: Mapping[str, Any]) -> tuple[Part, ...]:
-    """Return what may be the value of an argument, with the tag after it."""
+    """Return the grammar of an argument's value and of the tag that closes it."""
     schema, end = _property(parameters, name), "\n</parameter>\n"
     options, types = _options(schema), _types(schema, parameters)
     if options and types == {"string"}:

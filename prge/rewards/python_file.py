@@ -20,10 +20,8 @@ from typing import IO, Any
 
 from prge.errors import ConfigError, RewardError, format_value
 from prge.formats.documents import DocumentError, parse_json
-from prge.rewards.reward import check_reward
+from prge.rewards.reward import MAX_SECONDS, check_reward
 
-# Seconds that loading the file, and each call, may take.
-MAX_SECONDS = 30.0
 # Bytes of a response, and of the end of what the function prints, which errors quote.
 _MAX_RESPONSE, _MAX_PRINTED = 1 << 16, 1 << 11
 DEFAULT_FUNCTION = "reward"

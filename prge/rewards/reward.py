@@ -8,6 +8,9 @@ from typing import Any, Protocol
 
 from prge.errors import RewardError, format_value
 
+# Seconds that the reward of a completion may take, and loading a file with a function.
+MAX_SECONDS = 30.0
+
 
 class Reward(Protocol):
     """A reward of completions."""

@@ -26,9 +26,11 @@ from typing import Any, Protocol
 from prge.cli.field_types import CONVERSION_ERRORS, convert_value, describe_type
 from prge.errors import ConfigError, RewardError, format_value
 from prge.formats.documents import DocumentError, parse_json, read_yaml
+from prge.rewards.reward import MAX_SECONDS
 from prge.system.packages import install_extra_command
+from prge.system.time_limit import time_limit
 
-# Longest completion that a regular expression searches, in characters: it bounds the time of bad expressions.
+# Longest completion that a regular expression searches, in characters.
 _MAX_SEARCHED = 10_000
 _NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?")
 _SENTENCE = re.compile(r"[^.!?]*[^\s.!?][^.!?]*[.!?]+")
@@ -169,18 +171,24 @@ RULES: Mapping[str, type[Any]] = {
 
 @dataclass(frozen=True)
 class WeightedRules:
-    """Implements Reward with the weighted mean of rules."""
+    """Implements Reward with the weighted mean of rules; `seconds` is the time that they may take."""
 
     rules: Sequence[Rule]
     weights: Sequence[float]
+    seconds: float = MAX_SECONDS
 
     def __call__(self, prompt: Any, completion: str, row: Mapping[str, Any]) -> float:
         """See Reward."""
-        held = [
-            weight
-            for rule, weight in zip(self.rules, self.weights, strict=True)
-            if rule.holds(completion, row)
-        ]
+        pairs = zip(self.rules, self.weights, strict=True)
+        try:
+            with time_limit(self.seconds):
+                held = [weight for rule, weight in pairs if rule.holds(completion, row)]
+        except TimeoutError:
+            raise RewardError(
+                f"The rules did not return within {self.seconds:g} seconds.",
+                remedy="Simplify their regular expressions: (a+)+ takes time that doubles with every letter.",
+                code="reward-too-slow",
+            ) from None
         return 1.0 if len(held) == len(self.rules) else math.fsum(held) / math.fsum(self.weights)
 
     def close(self) -> None:

@@ -219,7 +219,7 @@ def restart(workspace: Workspace, content: bytes) -> None:
 
 
 def learn_until_killed(workspace: Workspace, calls: int, objective: LearnObjective) -> None:
-    """Learn, and end the process after a number of calls of the engine."""
+    """Learn in a process that ends itself after some calls of the engine, as if it were killed."""
     workspace.device.calls_left = calls
     learning = workspace.open(learn_objective=objective)
     try:

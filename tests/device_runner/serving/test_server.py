@@ -905,7 +905,7 @@ def test_hostile_schemas_and_grammars_harm_no_other_client(child: Child) -> None
 
 
 def hostile_status(chat: Any, request: dict[str, Any]) -> int:
-    """Return the status of a request with a hostile format; an error has a sentence."""
+    """Return the HTTP status of a request with a hostile format; an error must have a message."""
     try:
         chat.create(model="base", messages=HELLO, max_tokens=10, timeout=60, **request)
     except openai.APIStatusError as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,15 @@ def rules(path: Path, *entries: Any) -> Any:
     return read_rules(path)
 
 
+def test_rules_that_never_return_are_an_error_in_time(tmp_path: Path) -> None:
+    reward = replace(rules(tmp_path / "rules.yaml", {"rule": "regex", "pattern": "(a+)+"}), seconds=0.2)
+    assert reward("", "a" * 20, {}) == 1
+    start = time.monotonic()
+    with raises(RewardError, "reward-too-slow", containing="0.2 seconds"):
+        reward("", "a" * 60 + "!", {})
+    assert time.monotonic() - start < 10
+
+
 @pytest.mark.parametrize(
     ("entry", "accepted", "refused"),
     [
@@ -32,6 +43,7 @@ def rules(path: Path, *entries: Any) -> Any:
         ({"rule": "json"}, ' {"a": [1]} ', "{'a': 1}"),
         ({"rule": "json", "schema": SCHEMA}, '{"name": "Ada"}', '{"name": 1}'),
         ({"rule": "length", "at_most": 3}, "one two three", "one two three four"),
+        ({"rule": "length", "at_most": 0}, " ", "one"),
         ({"rule": "length", "unit": "sentences", "at_least": 2, "at_most": 2}, "One. Two!", "One... two"),
         ({"rule": "length", "unit": "characters", "at_least": 4}, "four", "  for "),
         ({"rule": "contains", "words": ["cow", "hat"]}, "The COW has a hat", "the cow"),
