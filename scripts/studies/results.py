@@ -245,14 +245,21 @@ def join_runs(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, 
 
 
 def not_run(comparisons: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a text for each comparison of the whole study that lacks methods or seeds."""
+    """Yield a text for each comparison of the whole study that lacks seeds, and one for those without any."""
+    without_any = []
     for plan in (plan for plan in make_plans() if not plan.is_memory):
-        present, wanted = comparisons.get(plan.name, {}).get("methods", {}), len(SEEDS)
-        counts = {name: len(present.get(name, {"seeds": ()})["seeds"]) for name in plan.methods(COMPARED)}
-        lacks = [f"{METHODS[name]} ({n} of {wanted} seeds)" for name, n in counts.items() if n < wanted]
-        if lacks:
-            which = ", ".join(lacks) if any(counts.values()) else "all methods"
-            yield f"{TASKS[plan.task].title}, {plan.base}, {plan.layers}: {which}"
+        present = comparisons.get(plan.name, {}).get("methods", {})
+        missing: dict[int, list[str]] = {}
+        for name in plan.methods(COMPARED):
+            count = len(SEEDS) - len(present.get(name, {"seeds": ()})["seeds"])
+            missing.setdefault(count, []).append(METHODS[name])
+        title = f"{TASKS[plan.task].title}, {plan.base}, {plan.layers}"
+        if missing.keys() == {len(SEEDS)}:
+            without_any.append(title)
+        elif texts := [f"{n} of {len(SEEDS)} seeds of {'; '.join(missing[n])}" for n in sorted(missing) if n]:
+            yield f"{title}. {'. '.join(texts)}."
+    if without_any:
+        yield f"All methods: {'; '.join(without_any)}."
 
 
 def summarize(plan: Plan, result: Mapping[str, Any], folder: Path) -> dict[str, Any]:
