@@ -2,11 +2,13 @@
 
     python scripts/bench/generate.py --models smollm2-135m tinyllama-1.1b --json generate.json
 
-A model has random weights, which the bundle shares with the program of `prge publish --format llm`, whose
-cache has exactly as many tokens as needed. Both engines generate equal lengths in turns, each in a process of
-its own; ratios are medians over rounds. Prints JSON by model:
+A model has random weights. The bundle shares them, and its adapter, with the runner's program, which is that
+of `prge publish --format llm`; its cache has exactly as many tokens as needed. A second program lacks the
+adapter. Both engines generate equal lengths in turns, each in a process of its own; ratios are medians over
+rounds. Prints JSON by model:
 
     tokens_over_stock, prefill_over_stock   tokens per second of one sequence, over those of the runner
+    tokens_over_base, prefill_over_base     the same for the program without the adapter
     decode_over_bandwidth                   time of a token over the time to read all packed weights once
     batch8_over_1                           tokens per second of 8 sequences over those of one
     lookup_over_plain, _over_stock          tokens per second with drafts for a text that repeats its prompt,
@@ -32,6 +34,7 @@ from reports import make_parser, measure_in_turns, median, report_models
 from stock_runner import make_program, stock_runner
 from timing import export
 
+from prge.formats.bundle import open_bundle
 from prge.formats.signatures import DECODE, FORWARD, PREFILL
 from server_export.checkpoint.random_models import CONFIGURATIONS
 
@@ -43,12 +46,15 @@ def bench(arguments: argparse.Namespace, model: str, folder: Path) -> dict[str, 
     flags = ["--quantize", arguments.quantize, "--roles", FORWARD, PREFILL, DECODE]
     export(folder / "model", folder / "bundle", *flags, "--context", str(arguments.context))
     prompt, new, threads = arguments.prompt, arguments.new, arguments.threads
-    make_program(folder / "model", folder / "llm", arguments.quantize, prompt + new)
+    adapter = open_bundle(folder / "bundle").adapter
+    make_program(folder / "model", folder, arguments.quantize, prompt + new, adapter)
+    make_program(folder / "model", folder / "base", arguments.quantize, prompt + new)
     with (
         start_method("generator", folder, 1, prompt, new, threads) as one,
         start_method("generator", folder, _SEQUENCES, prompt, new, threads) as eight,
         start_method("drafts", folder, prompt, new, threads) as drafts,
         stock_runner(folder, prompt, new, threads) as stock,
+        stock_runner(folder / "base", prompt, new, threads) as base,
     ):
         for process in (one, eight, drafts):
             process.take_step()
@@ -57,20 +63,17 @@ def bench(arguments: argparse.Namespace, model: str, folder: Path) -> dict[str, 
         bandwidth = Bandwidth(packed, threads)
 
         def rates() -> dict[str, float]:
-            stock_rates, (first, rest), (_, decode_eight) = (
-                stock.measure(),
-                one.take_step(),
-                eight.take_step(),
-            )
+            runners = {"stock": stock.measure(), "base": base.measure()}
+            (first, rest), (_, decode_eight) = one.take_step(), eight.take_step()
             plain, lookup, *worst = drafts.take_step()
             rate, read_seconds = (new - 1) / rest, bandwidth.seconds()
             return {
-                "tokens_over_stock": rate / stock_rates.decode_tokens_per_second,
-                "prefill_over_stock": prompt / first / stock_rates.prefill_tokens_per_second,
+                **{f"tokens_over_{name}": rate / each.decode for name, each in runners.items()},
+                **{f"prefill_over_{name}": prompt / first / each.prefill for name, each in runners.items()},
                 "decode_over_bandwidth": 1 / rate / read_seconds,
                 "batch8_over_1": _SEQUENCES * (new - 1) / decode_eight / rate,
                 "lookup_over_plain": plain / lookup,
-                "lookup_over_stock": (new - 1) / lookup / stock_rates.decode_tokens_per_second,
+                "lookup_over_stock": (new - 1) / lookup / runners["stock"].decode,
                 "lookup_over_plain_at_worst": worst[0] / worst[1],
                 "tokens_per_second": rate,
                 "prefill_tokens_per_second": prompt / first,

@@ -1,6 +1,6 @@
 """Measure generation by ExecuTorch's LLM runner, with the program of `prge publish --format llm`.
 
-make_program(model_folder, folder / "llm", "8da4w", length=192)
+make_program(model_folder, folder, "8da4w", length=192)
 with stock_runner(folder, prompt=128, new=64, threads=2) as runner:
     for _ in range(rounds):
         generation = runner.measure()  # then a round of the other engine
@@ -19,9 +19,11 @@ from pathlib import Path
 from processes import Server, start_method
 from serve import LETTER
 
+from prge.formats.peft import read_lora
 from prge.system.processes import MemoryPeak, watch_memory
 from server_export.checkpoint.loading import load_model
 from server_export.publishing.llm import LlmSpec, build_llm
+from server_export.publishing.module_quantization import attach_adapter
 from server_export.quiet_libraries import quiet_libraries
 
 # The statistics have a resolution of milliseconds.
@@ -31,10 +33,10 @@ _LOOKED_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class Generation:
-    """Rates of one generation, by the clock."""
+    """Tokens per second of the prompt and of the tokens after the first one, by the clock."""
 
-    prefill_tokens_per_second: float
-    decode_tokens_per_second: float
+    prefill: float
+    decode: float
 
 
 @dataclass(frozen=True)
@@ -63,22 +65,25 @@ class StockRunner:
         return self.server.memory(generations)
 
 
-def make_program(model: Path, folder: Path, scheme: str, length: int) -> None:
-    """Write the runner's program for a model folder.
+def make_program(model: Path, folder: Path, scheme: str, length: int, adapter: Path | None = None) -> None:
+    """Write the runner's program for a model folder, and for an adapter if it is given, to `folder`'s `llm`.
 
     Every call reads a cache of `length` tokens, prompt and completion: the shortest is the fastest. The
     program's tokenizer has one letter, token 0, and a name for every other token.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    llm = folder / "llm"
+    llm.mkdir(parents=True, exist_ok=True)
     quiet_libraries()
     loaded = load_model(str(model))
+    if adapter is not None:
+        attach_adapter(loaded.model, read_lora(adapter))
     vocabulary_size = loaded.config.vocab_size
     # No token ends a text: the end-of-sequence id is beyond the vocabulary.
-    build_llm(folder, loaded, LlmSpec(length, scheme, None, (vocabulary_size,)))
+    build_llm(llm, loaded, LlmSpec(length, scheme, None, (vocabulary_size,)))
     vocabulary = {LETTER: 0} | {f"<{number}>": number for number in range(1, vocabulary_size)}
     bpe_model = {"type": "BPE", "vocab": vocabulary, "merges": [], "byte_fallback": False}
     content = {"version": "1.0", "added_tokens": [], "model": bpe_model}
-    (folder / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    (llm / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
 
 
 @contextmanager
