@@ -56,22 +56,17 @@ METHODS = (*TUNED, "grid", *PYTORCH)
 
 def main() -> None:
     """Parse the flags, run every task and seed, and print JSON."""
-    parser = add_data_flags(make_parser(__doc__))
-    parser.add_argument("--tasks", nargs="+", default=TASKS, choices=TASKS)
-    parser.add_argument("--ways", nargs="+", default=METHODS, choices=METHODS)
-    arguments = parser.parse_args()
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    report({name: study(arguments, name) for name in arguments.tasks}, arguments.out)
-
-
-def add_data_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the flags of models and data sets to a parser and return it."""
+    parser = make_parser(__doc__)
     parser.add_argument("--story-model", required=True, help="folder or hub id of babyllama")
     parser.add_argument("--encoder", required=True, help="folder or hub id of all-MiniLM-L6-v2")
     parser.add_argument("--texts", type=Path, required=True, help="JSON list of passages")
     parser.add_argument("--sst2", type=Path, required=True, help="folder of SST-2's tsv files")
     parser.add_argument("--threads", type=int, default=1)
-    return parser
+    parser.add_argument("--tasks", nargs="+", default=TASKS, choices=TASKS)
+    parser.add_argument("--ways", nargs="+", default=METHODS, choices=METHODS)
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    report({name: study(arguments, name) for name in arguments.tasks}, arguments.out)
 
 
 def rows_of(arguments: argparse.Namespace, name: str) -> dict[str, list[Any]]:
