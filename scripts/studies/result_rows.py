@@ -45,7 +45,7 @@ TASKS: dict[str, StudyTask] = {
     "copa": StudyTask("COPA", (300, 100, 100)),
     "multirc": StudyTask("MultiRC", (1000, 100, 500), group="paragraph", passes=0.25),
     STYLE: StudyTask("A style of answers", (300, 60, 100)),
-    TEXTS: StudyTask("WikiText", (800, 100, 100)),
+    TEXTS: StudyTask("WikiText", (800, 100, 100), passes=0.25),
 }
 
 
