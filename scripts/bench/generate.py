@@ -2,8 +2,8 @@
 
     python scripts/bench/generate.py --models smollm2-135m tinyllama-1.1b --json generate.json
 
-A model has random weights. The bundle shares them, and its adapter, with the runner's program, which is that
-of `prge publish --format llm`; its cache has exactly as many tokens as needed. A second program lacks the
+A model has random weights. The runner's program is that of `prge publish --format llm`, with the bundle's
+quantized layers and adapter; its cache has exactly as many tokens as needed. A second program lacks the
 adapter. Both engines generate equal lengths in turns, each in a process of its own; ratios are medians over
 rounds. Prints JSON by model:
 
@@ -37,6 +37,7 @@ from timing import export
 from prge.formats.bundle import open_bundle
 from prge.formats.signatures import DECODE, FORWARD, PREFILL
 from server_export.checkpoint.random_models import CONFIGURATIONS
+from server_export.quantize.bundle_layers import rounded_layers_of
 
 _SEQUENCES = 8
 
@@ -46,9 +47,10 @@ def bench(arguments: argparse.Namespace, model: str, folder: Path) -> dict[str, 
     flags = ["--quantize", arguments.quantize, "--roles", FORWARD, PREFILL, DECODE]
     export(folder / "model", folder / "bundle", *flags, "--context", str(arguments.context))
     prompt, new, threads = arguments.prompt, arguments.new, arguments.threads
-    adapter = open_bundle(folder / "bundle").adapter
-    make_program(folder / "model", folder, arguments.quantize, prompt + new, adapter)
-    make_program(folder / "model", folder / "base", arguments.quantize, prompt + new)
+    bundle = open_bundle(folder / "bundle")
+    common: dict[str, Any] = {"scheme": arguments.quantize, "layers": rounded_layers_of(bundle)}
+    make_program(folder / "model", folder, prompt + new, adapter=bundle.adapter, **common)
+    make_program(folder / "model", folder / "base", prompt + new, **common)
     with (
         start_method("generator", folder, 1, prompt, new, threads) as one,
         start_method("generator", folder, _SEQUENCES, prompt, new, threads) as eight,

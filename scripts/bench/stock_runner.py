@@ -1,6 +1,6 @@
 """Measure generation by ExecuTorch's LLM runner, with the program of `prge publish --format llm`.
 
-make_program(model_folder, folder, "8da4w", length=192)
+make_program(model_folder, folder, length=192, scheme="8da4w")
 with stock_runner(folder, prompt=128, new=64, threads=2) as runner:
     for _ in range(rounds):
         generation = runner.measure()  # then a round of the other engine
@@ -24,6 +24,7 @@ from prge.system.processes import MemoryPeak, watch_memory
 from server_export.checkpoint.loading import load_model
 from server_export.publishing.llm import LlmSpec, build_llm
 from server_export.publishing.module_quantization import attach_adapter
+from server_export.quantize.quantization import NO_LAYERS, BundleLayers
 from server_export.quiet_libraries import quiet_libraries
 
 # The statistics have a resolution of milliseconds.
@@ -65,11 +66,20 @@ class StockRunner:
         return self.server.memory(generations)
 
 
-def make_program(model: Path, folder: Path, scheme: str, length: int, adapter: Path | None = None) -> None:
-    """Write the runner's program for a model folder, and for an adapter if it is given, to `folder`'s `llm`.
+def make_program(
+    model: Path,
+    folder: Path,
+    length: int,
+    *,
+    scheme: str,
+    layers: BundleLayers = NO_LAYERS,
+    adapter: Path | None = None,
+) -> None:
+    """Write the runner's program for a model folder to the folder `llm` in `folder`.
 
     Every call reads a cache of `length` tokens, prompt and completion: the shortest is the fastest. The
-    program's tokenizer has one letter, token 0, and a name for every other token.
+    program's tokenizer has one letter, token 0, and a name for every other token. `layers` are the quantized
+    layers of a bundle, and `adapter` is an adapter that the program has.
     """
     llm = folder / "llm"
     llm.mkdir(parents=True, exist_ok=True)
@@ -79,7 +89,7 @@ def make_program(model: Path, folder: Path, scheme: str, length: int, adapter: P
         attach_adapter(loaded.model, read_lora(adapter))
     vocabulary_size = loaded.config.vocab_size
     # No token ends a text: the end-of-sequence id is beyond the vocabulary.
-    build_llm(llm, loaded, LlmSpec(length, scheme, None, (vocabulary_size,)))
+    build_llm(llm, loaded, LlmSpec(length, scheme, None, (vocabulary_size,)), layers)
     vocabulary = {LETTER: 0} | {f"<{number}>": number for number in range(1, vocabulary_size)}
     bpe_model = {"type": "BPE", "vocab": vocabulary, "merges": [], "byte_fallback": False}
     content = {"version": "1.0", "added_tokens": [], "model": bpe_model}
