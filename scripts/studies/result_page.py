@@ -201,9 +201,9 @@ def claims(results: Mapping[str, Any]) -> list[Claim]:
         ratios = [float(each[figure]) for bases in results["speed"].values() for each in bases.values()]
         judged.append(claim(text, [(ratio, ratio >= LEAST_SPEEDUP) for ratio in ratios], "{:.2f}", "times"))
     for name, queries in (("p-rge", 4), ("p-rge-q16", 16)):
-        text = f"{queries} queries are more accurate than MeZO at equal passes (by a standard error)"
+        text = f"{queries} queries are more accurate than MeZO at equal passes (by two standard errors)"
         cases = [
-            (100 * (new - mezo), new - mezo > math.sqrt(mezo * (1 - mezo) / each["rows"]["test"]))
+            (100 * (new - mezo), new - mezo > 2 * standard_error(each["rows"]["test"], new, mezo))
             for each, (new, mezo) in pairs(compared, name, "p-rge-q1", of="test_accuracy")
         ]
         judged.append(claim(text, cases, "{:+.1f}", "points"))
@@ -212,6 +212,11 @@ def claims(results: Mapping[str, Any]) -> list[Claim]:
         sizes = [means for _, means in pairs(comparisons, "p-rge", name, of="activation_mb")]
         judged.append(claim(text, [(size / other, size < other) for size, other in sizes], "{:.2f}", "of it"))
     return judged
+
+
+def standard_error(rows: int, *accuracies: float) -> float:
+    """Return the standard error of the difference of two accuracies on this number of rows each."""
+    return math.sqrt(sum(accuracy * (1 - accuracy) for accuracy in accuracies) / rows)
 
 
 def claim(text: str, cases: Sequence[tuple[float, bool]], form: str, unit: str) -> Claim:
