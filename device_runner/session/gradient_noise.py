@@ -86,4 +86,5 @@ def noise_note(
     r = measure_agreement(values, reference).r
     sizes = " and ".join(f"{epsilon:.3g}" for epsilon in epsilons)
     note = f"int8 activations: finite differences at epsilon {sizes} agree with r = {r:.2f}"
-    return f"{note}; --estimator tangent has no such noise" if r < POOR_AGREEMENT else note
+    remedies = "a larger --epsilon has less of this noise, --estimator tangent has none"
+    return f"{note}; {remedies}" if r < POOR_AGREEMENT else note
