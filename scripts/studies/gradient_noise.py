@@ -38,7 +38,7 @@ def study(arguments: argparse.Namespace) -> dict[str, Any]:
     """Compare projected gradients of every type of difference and epsilon."""
     bundle = open_bundle(arguments.bundle)
     task = load_bundle_task(bundle, arguments.task)
-    source = read_source(tuple(map(str, arguments.data)), "train", task=task)
+    source = read_source(tuple(arguments.data), "train", task=task)
     examples, _ = load_examples(source, load_bundle_tokenizer(bundle), bundle.chain.model, task)
     start = find_adapter(arguments.adapter) if arguments.adapter else bundle.adapter
     adapter = read_compatible_adapter(start, bundle.chain.modules, bundle.adapter)
