@@ -256,10 +256,10 @@ def not_run(comparisons: Mapping[str, Any]) -> Iterator[str]:
         title = f"{TASKS[plan.task].title}, {plan.base}, {plan.layers}"
         if missing.keys() == {len(SEEDS)}:
             without_any.append(title)
-        elif texts := [f"{n} of {len(SEEDS)} seeds of {'; '.join(missing[n])}" for n in sorted(missing) if n]:
-            yield f"{title}. {'. '.join(texts)}."
+        elif texts := [f"{n} of {len(SEEDS)} for {'; '.join(missing[n])}" for n in sorted(missing) if n]:
+            yield f"{title}. Missing seeds: {'. '.join(texts)}."
     if without_any:
-        yield f"All methods: {'; '.join(without_any)}."
+        yield f"No method has a seed: {'; '.join(without_any)}."
 
 
 def summarize(plan: Plan, result: Mapping[str, Any], folder: Path) -> dict[str, Any]:

@@ -127,16 +127,16 @@ def test_the_whole_study_is_named_until_it_was_run() -> None:
     assert len({plan.name for plan in plans}) == len(plans)
     assert {plan.base for plan in plans if plan.layers == "all-linear"} == {"int4"}
     (nothing,) = not_run({})
-    assert nothing.startswith("All methods: SST-2, int4, query-value; RTE, int4, query-value; ")
+    assert nothing.startswith("No method has a seed: SST-2, int4, query-value; RTE, int4, query-value; ")
     assert nothing.count(";") == sum(not plan.is_memory for plan in plans) - 1
     seeds = {name: [42, 1337, 2025] for name in METHODS}
-    seeds |= {"fzoo": [42], "exact": [42], "backprop-lora": []}
+    seeds |= {"exact": [42], "backprop-lora": []}
     methods = {name: {"seeds": each} for name, each in seeds.items()}
     some, rest = not_run({MAIN.name: {"methods": methods}})
     assert some == (
-        "SST-2, int4, query-value. 2 of 3 seeds of FZOO; exact gradients. 3 of 3 seeds of PyTorch, LoRA."
+        "SST-2, int4, query-value. Missing seeds: 2 of 3 for exact gradients. 3 of 3 for PyTorch, LoRA."
     )
-    assert rest.startswith("All methods: RTE")
+    assert rest.startswith("No method has a seed: RTE")
 
 
 def test_a_comparison_is_complete_with_all_runs(tmp_path: Path) -> None:
@@ -242,7 +242,7 @@ def test_the_page_keeps_what_is_outside_the_marks(study: Path) -> None:
     assert text.startswith(f"# Results\n\n{BEGIN}\n\nAccuracies on 400 test rows of SST-2, int4 weights")
     assert text.endswith(f"{END}\n\n## Rest\n") and "outdated" not in text
     assert "2 or 3 seeds" in text and "| int4 | query-value | P-RGE, 4 queries | 3 | 0.01 |" in text
-    assert "All methods: RTE, int4, query-value; " in text
+    assert "No method has a seed: RTE, int4, query-value; " in text
     assert "| 1x64 | int4 | 1.2 | 0.9 | 1.4 | 1.5 |" in text
     memory = text.partition("## SST-2: memory of a few steps")[2].partition("##")[0]
     assert (
@@ -265,4 +265,4 @@ def test_a_study_without_results_says_so(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"{BEGIN}\n{END}\n", encoding="utf-8")
     write_page(collect(tmp_path), page)
-    assert "All methods: SST-2, int4, query-value; " in page.read_text(encoding="utf-8")
+    assert "No method has a seed: SST-2, int4, query-value; " in page.read_text(encoding="utf-8")
