@@ -47,7 +47,7 @@ RARER, ONE_IN = {"terrible": "sad", "great": "happy"}, 4
 TWO_WORDS = """--estimator exact --steps 150 --learning-rate 0.01 --eval-steps 0 --sample-every 0
     --batch-size 4 --optimizer adam --lr-scheduler-type cosine""".split()
 REWARD = "rewards: [{rule: match, column: wanted}]\n"
-REWARDED = """--objective es --queries 8 --batch-size 4 --steps 24 --epsilon 0.05 --learning-rate 0.03
+REWARDED = """--objective es --queries 8 --batch-size 4 --steps 24 --learning-rate 0.03
     --max-completion-length 4 --dev-limit 50 --eval-steps 12""".split()
 _STEPS_BEFORE_THE_KILL = 40
 

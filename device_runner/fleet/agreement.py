@@ -67,7 +67,7 @@ class Plan(OptimizerFlags, LearningRateFlags):
     share_directions: bool = False
     """tangent: all examples of a step share one direction per query, so that a device sends --queries
     projected gradients per step instead of --queries per example. Required by --noise."""
-    epsilon: float = 1e-2
+    epsilon: float = 0.05
     """antithetic, fzoo: length of a perturbation."""
 
     max_grad_norm: float = 0.0

@@ -55,7 +55,7 @@ MEMORY_TASKS = ("sst2", "rte")
 FIXED: dict[str, Any] = {"rank": 8, "batch_size": 16, "sequence_length": 768}
 # Learning rates: the best of three on the development rows of SST-2 with int4 weights.
 RATES = {
-    **dict.fromkeys(("p-rge-q1", "p-rge", "p-rge-q16", "fzoo", "tangent"), 0.045),
+    **dict.fromkeys(("p-rge-q1", "p-rge", "p-rge-q16", "fzoo", "tangent"), 0.015),
     "exact": 0.00333,
     **dict.fromkeys(("backprop-lora-fa", "backprop-lora-fa-bf16", "backprop-lora"), 0.00333),
 }

@@ -32,7 +32,7 @@ class EstimatorFlags:
     """Random directions per step; default: 4. Exact gradients need none."""
     share_directions: bool = False
     """tangent: use one direction per query for all examples of a step, instead of one for each example."""
-    epsilon: float = 1e-2
+    epsilon: float = 0.05
     """antithetic, fzoo: size of the perturbation of each adapter value."""
     max_grad_norm: float = 0.0
     """Clip a step's gradient to this norm (exact), or its projected gradients to this root mean square, which

@@ -106,7 +106,7 @@ def test_settings_without_a_meaning_are_refused(changes: dict[str, Any], value: 
 
 
 def test_a_default_that_is_set_is_accepted() -> None:
-    arguments = ["--bundle", "b", "--train", "t", "--out", "o", "--epsilon", "0.01"]
+    arguments = ["--bundle", "b", "--train", "t", "--out", "o", "--epsilon", "0.05"]
     settings = parse_settings(RunSettings, arguments, "prge run")
     assert resolve_settings(settings, with_roles({FORWARD, JVP})).estimator == "tangent"
 
@@ -162,7 +162,7 @@ def test_estimators_have_the_values_of_the_settings() -> None:
     )
     assert isinstance(exact, Exact)
     assert (exact.max_grad_norm, exact.max_example_grad_norm) == (0.5, 0.1)
-    assert isinstance(fzoo, Differences) and fzoo.rule == OneSided(4, 0.01)
+    assert isinstance(fzoo, Differences) and fzoo.rule == OneSided(4, 0.05)
 
 
 @pytest.mark.parametrize(

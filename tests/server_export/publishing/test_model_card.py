@@ -25,7 +25,7 @@ SETTINGS = {
     "out": "secret",
     "learning_rate": "0.03",
     "queries": "4",
-    "epsilon": "0.01",
+    "epsilon": "0.05",
     "share_directions": "False",
     "optimizer": "adam",
 }
