@@ -1,6 +1,6 @@
-"""The process of a user's reward function: a JSON line in, a JSON line out. It imports nothing of prge.
+"""The process of a user's reward function: a JSON line in, a JSON line out.
 
-    python child.py FILE FUNCTION
+    python -m prge.rewards.child FILE FUNCTION
     {"prompt": ..., "completion": ..., "row": ...}  ->  {"reward": 1.0} or {"error": "..."}
 
 The first line out is {} once the function is loaded. What the function prints goes to standard error.
@@ -16,6 +16,8 @@ import sys
 import traceback
 from pathlib import Path
 from typing import Any
+
+from prge.system.parents import end_with_starter
 
 # Longest error that is passed on, in characters.
 MAX_ERROR = 2000
@@ -50,6 +52,7 @@ def call(function: Any, line: str) -> dict[str, Any]:
 
 def main(path: str, name: str) -> None:
     """Load the function, and respond to every line until standard input ends."""
+    end_with_starter()
     responses = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 

@@ -1,7 +1,8 @@
 """A reward function of the user's own Python file, in a process of its own.
 
 The file is the user's own code and runs with the user's rights. The process bounds its time and its output:
-it is killed if a call takes too long, and its crash is an error of the row that it was called with.
+it is killed if a call takes too long, and its crash is an error of the row that it was called with. It has a
+session of its own: Ctrl-C doesn't reach it, so that the run can finish its step.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 import json
 import os
 import selectors
+import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -21,10 +22,12 @@ from typing import IO, Any
 from prge.errors import ConfigError, RewardError, format_value
 from prge.formats.documents import DocumentError, parse_json
 from prge.rewards.reward import MAX_SECONDS, check_reward
+from prge.system.parents import environment_of_child, python_command
 
 # Bytes of a response, and of the end of what the function prints, which errors quote.
 _MAX_RESPONSE, _MAX_PRINTED = 1 << 16, 1 << 11
 DEFAULT_FUNCTION = "reward"
+_CHILD = "prge.rewards.child"
 _REMEDY = "Correct the file: the function takes prompt, completion and row, and returns a number."
 
 
@@ -43,12 +46,13 @@ class PythonReward:
     def __init__(self, path: Path, function: str = "", seconds: float = MAX_SECONDS) -> None:
         self._name = f"{path.name}:{function or DEFAULT_FUNCTION}"
         self._seconds = seconds
-        program = Path(__file__).with_name("child.py")
         self._process = subprocess.Popen(
-            [sys.executable, str(program), str(path.resolve()), function or DEFAULT_FUNCTION],
+            [*python_command(), "-m", _CHILD, str(path.resolve()), function or DEFAULT_FUNCTION],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            env=environment_of_child(),
+            start_new_session=True,
         )
         self._received, self._printed = b"", b""
         self._reader = Thread(target=self._keep_printed, daemon=True)
@@ -74,12 +78,19 @@ class PythonReward:
 
     def close(self) -> None:
         """See Reward."""
-        self._process.kill()
-        self._process.wait()
-        self._reader.join()
-        for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
+        self._kill()
+        # A process that the function moved to another session may keep standard error open.
+        self._reader.join(timeout=1)
+        streams = [self._process.stdin, self._process.stdout]
+        for stream in streams if self._reader.is_alive() else [*streams, self._process.stderr]:
             with suppress(BrokenPipeError):
                 _pipe(stream).close()
+
+    def _kill(self) -> int:
+        """Kill the process and those that it started, and return its exit code."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        return self._process.wait()
 
     def _receive(self) -> dict[str, Any]:
         """Return the next response; raises RewardError if it is an error, or if there is none in time."""
@@ -88,13 +99,11 @@ class PythonReward:
             selector.register(descriptor, selectors.EVENT_READ)
             while b"\n" not in self._received:
                 if not selector.select(max(deadline - time.monotonic(), 0)):
-                    self._process.kill()
+                    self._kill()
                     raise self._error(f"did not return within {self._seconds:g} seconds", "reward-too-slow")
                 part = os.read(descriptor, _MAX_RESPONSE)
                 if not part or len(self._received) > _MAX_RESPONSE:
-                    self._process.kill()
-                    code = self._process.wait()
-                    raise self._error(f"ended its process with code {code}", "reward-ended")
+                    raise self._error(f"ended its process with code {self._kill()}", "reward-ended")
                 self._received += part
         line, _, self._received = self._received.partition(b"\n")
         try:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +25,7 @@ def file(tmp_path: Path) -> Path:
     path = tmp_path / "my reward.py"
     path.write_text(
         dedent("""
-            import os, sys, time
+            import os, subprocess, sys, time
             import numpy as np
             from helper import LENGTH
 
@@ -40,6 +44,9 @@ def file(tmp_path: Path) -> Path:
                 return 1
             def sleeps(prompt, completion, row): time.sleep(60)
             def ends(prompt, completion, row): os._exit(3)
+            def process(prompt, completion, row): return os.getpid()
+            def group(prompt, completion, row): return os.getpgrp()
+            def starts(prompt, completion, row): return subprocess.Popen(["sleep", "60"]).pid
         """)
     )
     return path
@@ -91,6 +98,41 @@ def test_a_function_that_never_returns_is_stopped(opened) -> None:  # type: igno
     with raises(RewardError, "reward-too-slow", containing="2 seconds"):
         reward("p", "c", {})
     assert time.monotonic() - start < 10
+
+
+def test_ctrl_c_does_not_reach_the_function(opened) -> None:  # type: ignore[no-untyped-def]
+    assert opened("group")("p", "c", {}) != os.getpgrp()
+
+
+def test_what_the_function_started_ends_with_it(opened) -> None:  # type: ignore[no-untyped-def]
+    reward, start = opened("starts"), time.monotonic()
+    process = int(reward("p", "c", {}))
+    reward.close()
+    assert time.monotonic() - start < 30
+    assert has_ended(process)
+
+
+def test_the_function_ends_with_a_killed_run(file: Path) -> None:
+    code = "import sys, time; from pathlib import Path; from prge.rewards.python_file import PythonReward; "
+    code += "print(PythonReward(Path(sys.argv[1]), 'process')('p', 'c', {}), flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code, file], stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        process = int(float(run.stdout.readline()))
+        run.send_signal(signal.SIGKILL)
+    assert has_ended(process)
+
+
+def has_ended(process: int) -> bool:
+    """Return whether a process ends within a few seconds."""
+    for _ in range(100):
+        try:
+            state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return True
+        if state == "Z":
+            return True
+        time.sleep(0.1)
+    return False
 
 
 @pytest.mark.parametrize(
