@@ -338,7 +338,7 @@ def _answerer(inputs: RunInputs, opened: OpenEngine) -> Answerer | None:
 def _plan(run: _OpenRun) -> str:
     """Describe the training in a line."""
     settings, inputs, opened, count = run.settings, run.inputs, run.opened, run.sampler.batch_size
-    examples = settings.steps * count
+    examples = settings.steps / settings.steps_per_batch * count
     threads = "1 thread" if opened.threads == 1 else f"{opened.threads} threads"
     method = f"{settings.objective}, {settings.estimator}" if settings.reward else settings.estimator
     return (

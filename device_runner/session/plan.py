@@ -213,7 +213,7 @@ def _resolve_steps(settings: RunSettings, batch: int, examples: int) -> RunSetti
         ConfigError: other settings don't fit the number of steps.
     """
     if settings.epochs is not None:
-        steps = max(1, math.ceil(settings.epochs * examples / batch))
+        steps = max(1, math.ceil(settings.epochs * examples / batch)) * settings.steps_per_batch
         settings = replace(settings, epochs=None, steps=steps)
     return replace(settings, warmup_steps=settings.resolved_warmup_steps)
 

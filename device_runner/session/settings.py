@@ -144,7 +144,7 @@ class RunSettings(EngineFlags, RunFlags, TrainingFlags, WaitFlags):
             # A resumed run reports every setting that it wasn't started with.
             problems += self._without_meaning()
         problems += when_problems(self.when)
-        problems += reward_problems(self, self.reward, self.objective, self.task)
+        problems += reward_problems(self, self.reward, self, self.task)
         if self.sample_prompts and self.sample_rows:
             problems.append("--sample-prompts and --sample-rows are both set: set only one of them")
         if self.max_example_grad_norm and self.loss_normalisation == "token":
@@ -203,7 +203,7 @@ class EvaluateSettings(EngineFlags, ObjectiveFlags, OverflowFlags, SelectionFlag
         problems = []
         if self.reward is not None:
             settings = RewardFlags(max_completion_length=self.max_completion_length)
-            problems = reward_problems(settings, self.reward, self.objective, self.task)
+            problems = reward_problems(settings, self.reward, self, self.task)
             if self.predictions is not None:
                 problems.append("--predictions is for rows with answers, not for --reward")
         if problems:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -10,6 +9,8 @@ from prge.errors import RewardError, format_value
 
 # Seconds that the reward of a completion may take, and loading a file with a function.
 MAX_SECONDS = 30.0
+# Largest absolute reward: its square must be a number, too.
+_LARGEST = 1e100
 
 
 class Reward(Protocol):
@@ -34,10 +35,10 @@ class Reward(Protocol):
 
 
 def check_reward(value: object) -> float:
-    """Return a reward as a number; raises RewardError unless it is finite."""
-    if not isinstance(value, int | float) or not math.isfinite(value):
+    """Return a reward as a number; raises RewardError unless it is finite and its square is finite, too."""
+    if not isinstance(value, int | float) or not abs(value) <= _LARGEST:
         raise RewardError(
-            f"The reward is {format_value(value)}, must be a finite number.",
+            f"The reward is {format_value(value)}, must be a finite number of at most {_LARGEST:g}.",
             remedy="Correct the reward function.",
             code="reward-not-finite",
         )

@@ -33,11 +33,11 @@ from prge.system.time_limit import time_limit
 # Longest completion that a regular expression searches, in characters.
 _MAX_SEARCHED = 10_000
 _NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?")
-_SENTENCE = re.compile(r"[^.!?]*[^\s.!?][^.!?]*[.!?]+")
-_UNITS: Mapping[str, Callable[[str], int]] = {
+_SENTENCE_END = re.compile(r"[.!?]+")
+UNITS: Mapping[str, Callable[[str], int]] = {
     "words": lambda text: len(text.split()),
     "characters": lambda text: len(text.strip()),
-    "sentences": lambda text: len(_SENTENCE.findall(text.strip())),
+    "sentences": lambda text: sum(1 for part in _SENTENCE_END.split(text)[:-1] if part.strip()),
 }
 
 
@@ -99,7 +99,7 @@ class Json:
             value = parse_json(completion.strip())
         except DocumentError:
             return False
-        return self.validator is None or bool(self.validator.is_valid(value))
+        return self.validator is None or _is_valid(value, self.validator)
 
 
 @dataclass(frozen=True)
@@ -111,13 +111,13 @@ class Length:
     at_most: int | None = None
 
     def __post_init__(self) -> None:
-        if self.unit not in _UNITS:
-            raise ValueError(f"unit is {format_value(self.unit)}, must be one of {', '.join(_UNITS)}")
+        if self.unit not in UNITS:
+            raise ValueError(f"unit is {format_value(self.unit)}, must be one of {', '.join(UNITS)}")
 
     def holds(self, completion: str, row: Mapping[str, Any]) -> bool:
         """See Rule."""
         at_most = math.inf if self.at_most is None else self.at_most
-        return self.at_least <= _UNITS[self.unit](completion) <= at_most
+        return self.at_least <= UNITS[self.unit](completion) <= at_most
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ RULES: Mapping[str, type[Any]] = {
 
 @dataclass(frozen=True)
 class WeightedRules:
-    """Implements Reward with the weighted mean of rules; `seconds` is the time that they may take."""
+    """Implements Reward with the weighted mean of rules; `seconds` is the CPU time that they may take."""
 
     rules: Sequence[Rule]
     weights: Sequence[float]
@@ -185,7 +185,7 @@ class WeightedRules:
                 held = [weight for rule, weight in pairs if rule.holds(completion, row)]
         except TimeoutError:
             raise RewardError(
-                f"The rules did not return within {self.seconds:g} seconds.",
+                f"The rules did not return within {self.seconds:g} seconds of CPU time.",
                 remedy="Simplify their regular expressions: (a+)+ takes time that doubles with every letter.",
                 code="reward-too-slow",
             ) from None
@@ -220,8 +220,8 @@ def read_rules(path: Path) -> WeightedRules:
 
 def _rule(entry: object) -> tuple[Rule, float]:
     """Return the rule of an entry, and its weight; raises ValueError."""
-    if not isinstance(entry, dict) or entry.get("rule") not in RULES:
-        named = entry.get("rule") if isinstance(entry, dict) else entry
+    named = entry.get("rule") if isinstance(entry, dict) else entry
+    if not isinstance(entry, dict) or not isinstance(named, str) or named not in RULES:
         raise ValueError(f"rule is {format_value(named)}, must be one of {', '.join(RULES)}")
     values = dict(entry)
     rule_type, weight = RULES[values.pop("rule")], _weight(values.pop("weight", 1.0))
@@ -259,16 +259,34 @@ def _validator(schema: object) -> Any:
     try:
         from jsonschema import SchemaError
         from jsonschema.validators import validator_for
+        from jsonschema_specifications import REGISTRY
     except ImportError:
         raise ValueError(f"schema needs the package jsonschema: {install_extra_command('reward')}") from None
     if not isinstance(schema, dict):
         raise ValueError(f"schema is {format_value(schema)}, must be a JSON schema")
+    if not isinstance(schema.get("$schema", ""), str):
+        raise ValueError(f"$schema of the schema is {format_value(schema['$schema'])}, must be a text")
     validator_type = validator_for(schema)
     try:
         validator_type.check_schema(schema)
     except SchemaError as error:
         raise ValueError(f"schema is not a JSON schema: {error.message}") from None
-    return validator_type(schema)
+    # With a registry, nothing is fetched from the network.
+    return validator_type(schema, registry=REGISTRY)
+
+
+def _is_valid(value: object, validator: Any) -> bool:
+    """Return whether a value fits a JSON schema; raises RewardError if a reference of the schema is wrong."""
+    from referencing.exceptions import Unresolvable
+
+    try:
+        return bool(validator.is_valid(value))
+    except (Unresolvable, RecursionError) as error:
+        raise RewardError(
+            f"The schema of a rule refers to what it does not contain, or to itself: {error}.",
+            remedy="Correct the $ref in the schema.",
+            code="schema-reference",
+        ) from None
 
 
 def _cell(row: Mapping[str, Any], column: str) -> Any:

@@ -195,7 +195,8 @@ class RunMonitor:
             name, best = ("loss", self._best["loss"]) if by_loss else score_of(self._best)
             figures[f"best dev {name.replace('_', ' ')}"] = best
         if self._examples and "rows" in record:
-            figures["epoch"] = f"{self.steps * len(record['rows']) / self._examples:.2f}"
+            batches = self.steps / self.settings.steps_per_batch
+            figures["epoch"] = f"{batches * len(record['rows']) / self._examples:.2f}"
         peak = self.log.memory.peak
         figures["memory"] = None if peak is None else f"{peak / 1e6:,.0f} MB"
         return figures

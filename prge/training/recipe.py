@@ -6,8 +6,9 @@ and constraints aren't part of it; the bundle and the rows are identified by has
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -22,8 +23,9 @@ from prge.objectives.preferences import ObjectiveFlags
 from prge.training.checkpoint import TrainingState
 from prge.training.encoder_heads import Heads
 from prge.training.estimators.protocol import Estimator
-from prge.training.estimators.rewards import RewardFlags, reward_estimator
+from prge.training.estimators.rewards import REWARD_OBJECTIVES, RewardFlags, reward_estimator
 from prge.training.estimators.table import EstimatorFlags, make_estimator
+from prge.training.loop import TrainingSettings
 from prge.training.optimizers import Optimizer, PerValueRates, make_optimizer, schedule
 from prge.training.sampler import Sampler
 from prge.training.settings import OptimizerFlags, TrainingLoopFlags
@@ -49,6 +51,18 @@ class RunFlags(OptimizerFlags, EstimatorFlags, RewardFlags, ObjectiveFlags, Trai
     checkpoint_dtype: Precision = "float32"
     """exact: precision of the activation checkpoints between blocks. float16 halves their size but rounds
     them. If they don't fit into --memory, they are stored in a file of the run folder."""
+
+    @property
+    def steps_per_batch(self) -> int:
+        """See TrainingLoopFlags."""
+        return self.num_iterations if self.objective == "grpo" else 1
+
+    def loop_settings(self, *, save_steps: int, until: int | None = None) -> TrainingSettings:
+        """See TrainingLoopFlags; negative rewards and policy gradients may rise without a divergence."""
+        settings = super().loop_settings(save_steps=save_steps, until=until)
+        return (
+            replace(settings, divergence_ratio=math.inf) if self.objective in REWARD_OBJECTIVES else settings
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,8 +110,7 @@ class Recipe(RunFlags):
         """Construct the sampler of examples; raises ValueError if `batch_size` isn't set."""
         if self.batch_size is None:
             raise ValueError("batch_size is not set")
-        repeats = self.num_iterations if self.objective == "grpo" else 1
-        return Sampler(examples, self.batch_size, self.seed, self.loss_normalisation, repeats)
+        return Sampler(examples, self.batch_size, self.seed, self.loss_normalisation, self.steps_per_batch)
 
     def new_state(self, adapter: Adapter, heads: Heads) -> TrainingState:
         """Return the state before the first step, with a copy of the adapter that the run starts from."""

@@ -141,7 +141,8 @@ class TrainingLoopFlags(OverflowFlags, LearningRateFlags):
     patience: int = 0
     """Stop after this many evaluations without an improvement; 0: never."""
     divergence_ratio: float = 3.0
-    """Stop when the smoothed loss exceeds this multiple of the first loss (or of 1, if that is larger)."""
+    """Stop when the smoothed loss exceeds this multiple of the first loss (or of 1, if that is larger); not
+    with --objective es and grpo, whose losses may rise."""
 
     head_folds: int = 10
     """Encoders: score each training row with a head that was fitted without the row's fold; 0: with the final
@@ -151,6 +152,11 @@ class TrainingLoopFlags(OverflowFlags, LearningRateFlags):
     def resolved_warmup_steps(self) -> int:
         """Number of warm-up steps."""
         return default_warmup_steps(self.steps) if self.warmup_steps is None else self.warmup_steps
+
+    @property
+    def steps_per_batch(self) -> int:
+        """Number of consecutive steps with the same examples."""
+        return 1
 
     def loop_settings(self, *, save_steps: int, until: int | None = None) -> TrainingSettings:
         """Return the settings of the training loop, which stops after `until` steps if that is given."""

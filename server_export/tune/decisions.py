@@ -226,15 +226,24 @@ def beta(facts: RowFacts) -> Decision | None:
     return Decision("beta", value, f"completions have {tokens:.3g} tokens on average")
 
 
-def steps(facts: RowFacts, batch: int, epochs: float | None = None) -> Decision:
-    """Choose the steps of the final run; `epochs` is the user's choice, if there is one."""
+def steps(facts: RowFacts, batch: int, epochs: float | None = None, repeats: int = 1) -> Decision:
+    """Choose the steps of the final run.
+
+    Args:
+        facts: the training rows.
+        batch: examples of a step.
+        epochs: the user's choice, if there is one.
+        repeats: consecutive steps with the same examples.
+    """
     least, most = _PROMPTS_READ if facts.completed else (_MIN_READ, _MAX_READ)
     read: float = min(max(_EPOCHS * facts.rows, least), most, _MAX_EPOCHS * facts.rows)
     if epochs is not None:
         read = epochs * facts.rows
     count = max(math.ceil(read / batch), 1)
+    again = f", each for {repeats} steps" if repeats > 1 else ""
+    epochs = count * batch / facts.rows
     return Decision(
-        "steps", count, f"{count * batch / facts.rows:.3g} epochs of {facts.rows:,} rows, {batch} per step"
+        "steps", count * repeats, f"{epochs:.3g} epochs of {facts.rows:,} rows, {batch} per step{again}"
     )
 
 

@@ -202,9 +202,10 @@ class DecisionMaker:
         self.decide("estimator", settings.estimator, lambda: _best_estimator(bundle, settings))
         self.decide("batch_size", settings.batch_size, lambda: self._batch_size(bundle, facts))
         batch = record.value("batch_size")
+        repeats = 1 if settings.is_evolution else settings.num_iterations
         self.decide("head_folds", settings.head_folds, lambda: decisions.head_folds(facts))
         self.decide("beta", settings.beta, lambda: decisions.beta(facts))
-        self.decide("steps", settings.steps, lambda: decisions.steps(facts, batch, settings.epochs))
+        self.decide("steps", settings.steps, lambda: decisions.steps(facts, batch, settings.epochs, repeats))
         return facts
 
     def _batch_size(self, bundle: Bundle, facts: RowFacts) -> Decision:

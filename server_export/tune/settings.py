@@ -166,7 +166,7 @@ class TuneSettings(ObjectiveFlags, RewardFlags, ExampleFlags):
 
     def _reward_problems(self) -> list[str]:
         """Return problems of settings of learning from a reward."""
-        problems = reward_problems(self, self.reward, self.objective, self.task)
+        problems = reward_problems(self, self.reward, self, self.task)
         if self.reward is not None and self.roles is not None and not {PREFILL, DECODE} <= {*self.roles}:
             problems.append("--roles lacks prefill and decode, which write the completions of a --reward")
         if self.objective == "es" and self.estimator and ESTIMATORS[self.estimator].role != FORWARD:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 
 from prge.cli.bounds import flag
 from prge.objectives.policy_gradient import LossType, RewardScale
-from prge.objectives.preferences import ObjectiveName
+from prge.objectives.preferences import ObjectiveFlags, ObjectiveName
 from prge.training.estimators.differences import Differences
 from prge.training.estimators.evolution import EvolutionStrategy, RewardShaping
 from prge.training.estimators.policy_gradient import PolicyGradient
@@ -48,16 +48,17 @@ class RewardFlags:
 
 
 def reward_problems(
-    settings: RewardFlags, reward: str | None, objective: ObjectiveName, task: str | None
+    settings: RewardFlags, reward: str | None, objectives: ObjectiveFlags, task: str | None
 ) -> list[str]:
     """Return the problems of settings with a reward, or of settings that need one.
 
     Args:
         settings: settings of learning from a reward.
         reward: the reward that the user names; None: none.
-        objective: the objective that the user names.
+        objectives: settings of the objective.
         task: the task that the user names.
     """
+    objective = objectives.objective
     if reward is None:
         problems = [
             f"{flag(each.name)} is for --reward, which isn't given"
@@ -71,6 +72,11 @@ def reward_problems(
     if objective not in ("auto", *REWARD_OBJECTIVES):
         problems.append(
             f"--reward with --objective {objective}, which learns from answers: set only one of them"
+        )
+    if objectives.loss_normalisation == "token":
+        problems.append(
+            "--loss-normalisation token is for answers in rows, not for --reward, where --loss-type bnpo is the "
+            "mean over all tokens"
         )
     if task is not None:
         problems.append(

@@ -97,6 +97,7 @@ def test_settings_that_do_not_fit_the_bundle_are_refused(
         ({"max_example_grad_norm": 1.0, "loss_normalisation": "token"}, "--loss-normalisation"),
         ({"max_example_grad_norm": 1.0, "batch_size": 1, "head_learning_rate": 0.1}, "--head-learning-rate"),
         ({"sample_prompts": Path("p"), "sample_rows": 3}, "--sample-rows"),
+        ({"reward": "reward.yaml", "loss_normalisation": "token"}, "--loss-normalisation"),
         ({"max_example_grad_norm": -1.0, "batch_size": 1}, "-1.0"),
     ],
 )
@@ -133,6 +134,9 @@ def test_epochs_replace_steps() -> None:
     assert (result.epochs, result.steps) == (None, 5)
     assert planned(result) == result and result.warmup_steps == 1
     assert planned(replace(settings, epochs=0.001, eval_at=[])).steps == 1
+    # grpo reads each batch for several steps.
+    again = replace(settings, reward="reward.yaml", objective="grpo", num_iterations=4)
+    assert (again.steps_per_batch, replace(again, objective="es").steps_per_batch) == (4, 1)
     with raises(ConfigError, "settings-unusable", containing="--eval-at"):
         planned(replace(settings, epochs=0.1))
 

@@ -36,6 +36,7 @@ def file(tmp_path: Path) -> Path:
 
             def as_numpy(prompt, completion, row): return np.float32(0.5)
             def nan(prompt, completion, row): return float("nan")
+            def huge(prompt, completion, row): return -sys.float_info.max
             def text(prompt, completion, row): return "good"
             def raises(prompt, completion, row):
                 return row["missing"]
@@ -80,6 +81,7 @@ def test_prints_are_not_responses(opened) -> None:  # type: ignore[no-untyped-de
     ("function", "code", "message"),
     [
         ("nan", "reward-not-finite", "reward is 'nan', must be a finite number"),
+        ("huge", "reward-not-finite", "reward is -1.79.*e\\+308, must be a finite number of at most 1e\\+100"),
         ("text", "reward-not-finite", "reward is .*good.*, must be a finite number"),
         ("raises", "reward-raised", "raised an error: KeyError: 'missing' .*my reward.py"),
         ("ends", "reward-ended", "ended its process with code 3"),

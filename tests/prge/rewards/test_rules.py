@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import yaml
 
 from prge.errors import ConfigError, RewardError
 from prge.rewards.opening import open_reward
-from prge.rewards.rules import RULES, read_rules
+from prge.rewards.rules import RULES, UNITS, read_rules
 from tests.refusals import raises
 
 SCHEMA = {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}}}
@@ -77,6 +78,7 @@ def test_every_rule_is_tested() -> None:
     [
         ({"rule": "poem"}, "rule is 'poem', must be one of match"),
         ("match", "rule is 'match'"),
+        ({"rule": ["match"]}, "rule is ['match'], must be one of match"),
         ({"rule": "regex"}, "it has no pattern"),
         ({"rule": "regex", "pattern": "("}, "pattern '('"),
         ({"rule": "length", "unit": "lines"}, "unit is 'lines', must be one of words"),
@@ -91,11 +93,29 @@ def test_a_file_that_is_no_reward_is_refused(tmp_path: Path, entry: Any, message
     assert "rule 2: " in str(caught.value) and message in str(caught.value)
 
 
-@pytest.mark.parametrize("schema", [{"type": "objekt"}, [], "object"])
+@pytest.mark.parametrize("schema", [{"type": "objekt"}, [], "object", {"$schema": 5}, {"$schema": [5]}])
 def test_a_schema_that_is_none_is_refused(tmp_path: Path, schema: Any) -> None:
     pytest.importorskip("jsonschema")
     with raises(ConfigError, "reward-unusable", containing="schema is"):
         rules(tmp_path / "reward.yaml", {"rule": "json", "schema": schema or [1]})
+
+
+@pytest.mark.parametrize("reference", ["#/definitions/x", "#", "https://example.com/schema.json"])
+def test_a_reference_that_leads_nowhere_is_an_error(tmp_path: Path, reference: str) -> None:
+    pytest.importorskip("jsonschema")
+    reward = rules(tmp_path / "reward.yaml", {"rule": "json", "schema": {"$ref": reference}})
+    with raises(RewardError, "schema-reference", containing="refers to"):
+        reward("p", "{}", {})
+
+
+@pytest.mark.parametrize("text", ["One. Two!", "One... two", "?!", "", "no end", " . a . ", "a.b?c!d"])
+def test_sentences_are_texts_up_to_their_marks(text: str) -> None:
+    assert UNITS["sentences"](text) == len(re.findall(r"[^.!?]*[^\s.!?][^.!?]*[.!?]+", text.strip()))
+
+
+def test_sentences_of_a_long_text_without_marks_are_counted_fast(tmp_path: Path) -> None:
+    rule = {"rule": "length", "unit": "sentences", "at_most": 2}
+    assert replace(rules(tmp_path / "reward.yaml", rule), seconds=1.0)("p", "word " * 2_000, {}) == 1
 
 
 @pytest.mark.parametrize("text", ["[]", "rewards: {}", "rewards: []", "other: []", "rewards: [", "\x00"])

@@ -79,6 +79,8 @@ def test_epochs_of_the_user_determine_the_steps(epochs: float, expected: int) ->
     decision = decisions.steps(replace(facts(), rows=200), 8, epochs)
     assert decision.value == expected
     assert "epochs of 200 rows, 8 per step" in decision.why
+    repeated = decisions.steps(replace(facts(), rows=200), 8, epochs, repeats=3)
+    assert repeated.value == 3 * expected and repeated.why == f"{decision.why}, each for 3 steps"
 
 
 @pytest.mark.parametrize(("fewest", "folds"), [(None, None), (1, 0), (9, 0), (10, None)])
