@@ -60,7 +60,7 @@ from prge.rewards.opening import open_reward
 from prge.rewards.prompt_examples import rollout_context
 from prge.rewards.reward import Reward
 from prge.rewards.rollouts import Rollouts
-from prge.system.memory import PeakMemory
+from prge.system.memory import PeakMemory, release_freed_memory, resident_bytes
 from prge.system.terminal import best_effort
 from prge.training.checkpoint import TrainingState
 from prge.training.costs import Budget
@@ -96,8 +96,10 @@ def run(settings: RunSettings) -> Path:
         settings = replace(settings, date=settings.date or date_of_run(settings.resume)).with_date()
         read = read_inputs if settings.reward is None else read_reward_inputs
         inputs = read(bundle, settings)
+        taken = resident_bytes() or 0
+        release_freed_memory()
         plan = plan_run(bundle, inputs.train, settings, inputs.objective)
-        budget = _budget(bundle, plan, inputs)
+        budget = _budget(bundle, plan, inputs, taken)
         before = PeakMemory().peak
         with _opened_reward(settings) as reward, Journal(settings.out / JOURNAL) as journal:
             run = _open(plan, inputs, journal, budget)
@@ -201,12 +203,16 @@ def _open(plan: RunPlan, inputs: RunInputs, journal: Journal, budget: Budget | N
     return _OpenRun(plan, inputs, opened, store, Sensors().record(), budget)
 
 
-def _budget(bundle: Bundle, plan: RunPlan, inputs: RunInputs) -> Budget | None:
-    """Return what `--memory` leaves for the run; raises ConfigError if it is too little."""
+def _budget(bundle: Bundle, plan: RunPlan, inputs: RunInputs, taken: int) -> Budget | None:
+    """Return what `--memory` leaves for the run; raises ConfigError if it is too little.
+
+    `taken` is the memory of reading the inputs, some of which may be free again.
+    """
     settings, shape, examples = plan.settings, plan.shape, [*inputs.train, *inputs.dev]
     limit, engine = settings.memory, settings.engine
     if settings.reward is None:
-        return step_budget(bundle, [shape, shape_of_scores(bundle, examples)], limit, engine)
+        shapes = [shape, shape_of_scores(bundle, examples)]
+        return step_budget(bundle, shapes, limit, engine, taken=taken)
     context = rollout_context(examples, settings.max_completion_length)
     if settings.objective == "es":
         return rollout_budget(bundle, limit, engine, context=context, adapters=shape.copies)
@@ -224,6 +230,7 @@ def _rollouts(run: _OpenRun, reward: Reward | None) -> Rollouts | None:
     if reward is None:
         return None
     settings, inputs = run.settings, run.inputs
+    assert inputs.tokenizer is not None
     context = rollout_context([*inputs.train, *inputs.dev], settings.max_completion_length)
     engine = run.opened.generation_engine(ROLLOUT_SLOTS, context)
     return Rollouts(
@@ -328,6 +335,8 @@ def _check_batch(run: _OpenRun) -> None:
 
 def _answerer(inputs: RunInputs, opened: OpenEngine) -> Answerer | None:
     """Return the answerer of sample prompts; None if there are no prompts."""
+    if inputs.tokenizer is None:
+        return None
     if prompts := inputs.sample_prompts:
         return TextAnswerer(prompts, Generator(opened.generation_engine(len(prompts)), inputs.tokenizer))
     if inputs.sample_rows:

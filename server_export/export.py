@@ -15,9 +15,9 @@ from prge.errors import RunError
 from prge.formats.adapter import adapter_size
 from prge.model_spec import AdaptedModule, ModelSpec
 from prge.system.atomic import check_writable_folder, new_folder
+from prge.system.memory import release_freed_memory
 from prge.system.threads import set_passive_wait_policy
 from server_export.check.estimation import check_resources, estimate_source, print_estimate
-from server_export.memory import release_freed_memory
 from server_export.progress import stage
 from server_export.settings import ExportConfig
 

@@ -32,11 +32,12 @@ class RunInputs:
     """Everything that a run reads before it needs an engine.
 
     `report` describes the rows for the user, `data` for run.json; `train_report` is the report of the
-    training rows, if they are more than prompts.
+    training rows, if they are more than prompts. `tokenizer` is None if the run writes no text: it takes as
+    much memory as the weights of a block.
     """
 
     bundle: Bundle
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None
     task: Task | None
     train: list[Example]
     dev: list[Example]
@@ -101,9 +102,10 @@ def read_inputs(bundle: Bundle, settings: RunSettings) -> RunInputs:
         start_head = load_head(bundle, source, task, train_examples[0].candidates)
     origin = start_record(bundle, adapter, train.sha256, dev.sha256 if dev else None, task, objective)
     origin["tokens"] = tokens_sha256([*train_examples, *dev_examples])
+    writes_text = settings.sample_prompts is not None or settings.sample_rows
     return RunInputs(
         bundle,
-        tokenizer,
+        tokenizer if writes_text else None,
         task,
         train_examples,
         dev_examples,

@@ -46,6 +46,8 @@ def step_budget(
     limit: int | None,
     engine: EngineName = "auto",
     process: str = "this run",
+    *,
+    taken: int = 0,
 ) -> Budget | None:
     """Return what `--memory` leaves for training steps and scores; None without a bound.
 
@@ -55,6 +57,7 @@ def step_budget(
         limit: bytes that the process may take.
         engine: the requested engine.
         process: name of the process in messages.
+        taken: bytes that the process took before, some of which may be free again.
 
     Raises:
         ConfigError: the process needs more than the limit; the message names the minimum.
@@ -74,7 +77,11 @@ def step_budget(
 
     needed = [memory(shape) for shape in shapes]
     return fit_budget(
-        limit, lambda loaded: max(each(loaded) for each in needed), weights, process, _STEP_REMEDY
+        limit,
+        lambda loaded: max(taken, *(each(loaded) for each in needed)),
+        weights,
+        process,
+        _STEP_REMEDY,
     )
 
 
@@ -126,7 +133,10 @@ def generation_budget(
             assert steps is not None
             # Resident pages of the weights count in either process.
             return (
-                texts(loaded) + estimate_run_memory(outline, steps, weights, chain.roles, name, loaded).total
+                texts(loaded)
+                + estimate_run_memory(
+                    outline, steps, weights, chain.roles, name, loaded, keeps_tokenizer=True
+                ).total
             )
 
         return texts if steps is None else both

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
+import gc
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -96,6 +98,13 @@ def resident_bytes(status: Path = Path("/proc/self/status")) -> int | None:
     except OSError:
         return None
     return fields["VmRSS"] + fields.get("VmSwap", 0) if "VmRSS" in fields else None
+
+
+def release_freed_memory() -> None:
+    """Collect reference cycles, such as those of graphs, and let glibc return its free pages."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def proportional_memory(status: Path = Path("/proc/self/smaps_rollup")) -> Record:

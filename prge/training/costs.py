@@ -290,7 +290,8 @@ class RunMemory:
     Attributes:
         runtime: the interpreter with the driver and the engine.
         libraries: mapped pages of libraries, which the system can reclaim.
-        tokenizer: the tokenizer; it is loaded before the engine.
+        tokenizer: the tokenizer. A run that writes no text frees it before it loads the engine: only what it
+            takes beyond the memory of steps counts.
         mapped: mapped pages of weights and other files, which the system can reclaim.
         weights: weights in anonymous memory.
         methods: the engine's data structures of loaded methods.
@@ -426,6 +427,8 @@ def estimate_run_memory(
     roles: Collection[str],
     engine: str,
     loaded: int | None = None,
+    *,
+    keeps_tokenizer: bool = False,
 ) -> RunMemory:
     """Estimate the memory of a process that trains or scores.
 
@@ -436,6 +439,7 @@ def estimate_run_memory(
         roles: roles of the bundle.
         engine: `native` or `torch`.
         loaded: most bytes of weights that stay loaded, and, if all weights fit, of residuals; None: no limit.
+        keeps_tokenizer: whether the process also writes text.
     """
     bounds = Bounds.for_rows(outline.longest, is_encoder=outline.head is None)
     saved = _residual_bytes(outline, shape, weights, loaded) if shape.is_exact and engine == "native" else 0
@@ -457,10 +461,11 @@ def estimate_run_memory(
         adapter = _TRAINING_BYTES + BYTES_PER_TRAINED_VALUE * trained_values
     else:
         adapter = 4 * shape.copies * trained_values
-    return RunMemory(
+    tokenizer = _BYTES_PER_VOCABULARY_TOKEN * shape.vocabulary_size
+    memory = RunMemory(
         runtime=RUNTIME_BYTES[engine],
         libraries=_LIBRARY_BYTES[engine],
-        tokenizer=_BYTES_PER_VOCABULARY_TOKEN * shape.vocabulary_size,
+        tokenizer=tokenizer if keeps_tokenizer else 0,
         # One of the activation checkpoints in a file is in memory at a time: pages are released after use.
         mapped=(state if in_file else 0) + (held if engine == "native" else 0),
         weights=0 if engine == "native" else held,
@@ -474,6 +479,9 @@ def estimate_run_memory(
         # Float32 factors of all directions of a step, and the int8 signs that they are computed from.
         directions=shape.queries * shape.sequences * width * (4 + 1),
     )
+    if keeps_tokenizer:
+        return memory
+    return replace(memory, tokenizer=max(0, tokenizer - (memory.anonymous - memory.runtime)))
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,10 @@ import torch
 from reports import make_parser, report_models
 
 from prge.errors import Refusal
-from prge.system.memory import PeakMemory
+from prge.system.memory import PeakMemory, release_freed_memory
 from server_export.check.model import ModelComparison, compare_with_model
 from server_export.checkpoint.random_models import CONFIGURATIONS
 from server_export.checkpoint.weights import CheckpointWeights
-from server_export.memory import release_freed_memory
 from server_export.model.chain import ModelChain
 from server_export.settings import ExportConfig
 from server_export.source import open_source

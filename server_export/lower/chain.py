@@ -14,11 +14,11 @@ from prge.formats.bundle import PROGRAMS, TABLES, WEIGHTS
 from prge.formats.chain import Bounds
 from prge.formats.layers import StoredLayer
 from prge.formats.signatures import CHUNK_ROLE, DECODE, FORWARD, JVP, PREFILL, STEP_ROLES, TRAINING_ROLES
+from prge.system.memory import release_freed_memory
 from server_export.derive.jvp.transform import check_jvp_rules
 from server_export.lower.block_type import WeightsLayout
 from server_export.lower.cache import ProgramCache
 from server_export.lower.roles import LoweredRoles, lower_roles
-from server_export.memory import release_freed_memory
 from server_export.model.chain import ModelChain, layer_name
 from server_export.progress import count_parts
 from server_export.quantize.frozen import codes_name, scale_name

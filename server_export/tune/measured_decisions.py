@@ -176,7 +176,8 @@ class DecisionMaker:
     ) -> int:
         """Return the bytes of memory of a run, which generates completions if there is a reward."""
         settings = self._settings
-        steps = estimate_run_memory(outline, shape, weights, roles, "native", loaded)
+        # A tuning's last run writes samples.
+        steps = estimate_run_memory(outline, shape, weights, roles, "native", loaded, keeps_tokenizer=True)
         if settings.reward is None:
             return steps.total
         texts = estimate_generation_memory(

@@ -154,8 +154,8 @@ def frozen_losses(model: str, rows: Sequence[ScoredRow], bos: int) -> tuple[floa
     import torch
     from torch.nn.functional import cross_entropy
 
+    from prge.system.memory import release_freed_memory
     from server_export.checkpoint.loading import load_model
-    from server_export.memory import release_freed_memory
 
     net: Any = load_model(model, pooled=False).model
     sums, count = [0.0, 0.0], 0

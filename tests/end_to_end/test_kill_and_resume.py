@@ -157,7 +157,7 @@ BUDGETS = [sum(loaded) + left for left in (0, 1 << 30, 10_000, 60_000, 100_000)]
 os.environ["PRGE_NATIVE_LIBRARY"] = str(library())
 
 def prepare(out, count, budget):
-    run_verb.step_budget = lambda *_: Budget(limit=1 << 40, loaded=budget, predicted=1 << 40)
+    run_verb.step_budget = lambda *_, **__: Budget(limit=1 << 40, loaded=budget, predicted=1 << 40)
     os.environ["XDG_CACHE_HOME"] = str(out.with_name(f"cache of {out.name}"))
     function, left = getattr(owner, name), count
 

@@ -75,8 +75,8 @@ def reward_problems(
         )
     if objectives.loss_normalisation == "token":
         problems.append(
-            "--loss-normalisation token is for answers in rows, not for --reward, where --loss-type bnpo is the "
-            "mean over all tokens"
+            "--loss-normalisation token is for answers in rows, not for --reward; there --loss-type bnpo is "
+            "the mean over all tokens"
         )
     if task is not None:
         problems.append(

@@ -81,7 +81,11 @@ def test_prints_are_not_responses(opened) -> None:  # type: ignore[no-untyped-de
     ("function", "code", "message"),
     [
         ("nan", "reward-not-finite", "reward is 'nan', must be a finite number"),
-        ("huge", "reward-not-finite", "reward is -1.79.*e\\+308, must be a finite number of at most 1e\\+100"),
+        (
+            "huge",
+            "reward-not-finite",
+            "reward is -1.79.*e\\+308, must be a finite number of at most 1e\\+100",
+        ),
         ("text", "reward-not-finite", "reward is .*good.*, must be a finite number"),
         ("raises", "reward-raised", "raised an error: KeyError: 'missing' .*my reward.py"),
         ("ends", "reward-ended", "ended its process with code 3"),

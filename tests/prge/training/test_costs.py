@@ -14,6 +14,7 @@ from prge.model_spec import AdaptedModule
 from prge.training.costs import (
     LayerShape,
     ModelSizes,
+    RunMemory,
     StepShape,
     estimate_export_memory,
     estimate_export_seconds,
@@ -150,6 +151,19 @@ def test_the_arenas_of_a_block_and_the_head_overlap_in_part() -> None:
     assert memory.arena == max(block, head) + min(block, head) // 2
     without = estimate_run_memory(replace(OUTLINE, head=None), JVP, WEIGHTS, ROLES, "native")
     assert without.arena == block
+
+
+def test_a_tokenizer_counts_if_it_stays_loaded_or_takes_more_than_steps() -> None:
+    def memory(vocabulary: int, keeps: bool) -> RunMemory:
+        shape = replace(JVP, vocabulary_size=vocabulary)
+        return estimate_run_memory(
+            OUTLINE, shape, WEIGHTS, ROLES, "native", WEIGHTS.largest, keeps_tokenizer=keeps
+        )
+
+    assert memory(1_000, False).tokenizer == 0 < memory(1_000, True).tokenizer
+    freed, kept = memory(10**6, False), memory(10**6, True)
+    assert 0 < freed.tokenizer < kept.tokenizer
+    assert freed.anonymous == freed.runtime + kept.tokenizer
 
 
 def test_a_workspace_is_that_of_the_largest_delegate() -> None:
