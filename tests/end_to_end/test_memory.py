@@ -122,9 +122,9 @@ def test_a_run_that_needed_more_memory_than_predicted_reports_that(
 ) -> None:
     """A prediction of zero simulates a wrong prediction."""
     script = (
-        "import sys; from prge.training import costs; from prge.cli.main import main; "
-        "costs.RunMemory.total = costs.RunMemory.total_starting_from = property(lambda self: lambda *_: 1); "
-        "sys.exit(main(sys.argv[1:]))"
+        "import sys; from device_runner import run; from prge.cli.main import main; "
+        "from prge.training import costs; costs.RunMemory.total_starting_from = lambda *_: 1; "
+        "run.resident_bytes = lambda: 0; sys.exit(main(sys.argv[1:]))"
     )
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     arguments = [*map(str, verbs["run"]()), "--memory", "30MB"]
