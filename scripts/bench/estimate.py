@@ -34,7 +34,7 @@ def compare(scheme: str, arguments: argparse.Namespace, folder: Path) -> dict[st
     """Compare one export and its runs with the estimate."""
     model, bundle, cache = (folder / name for name in ("model", "bundle", "cache"))
     flags = ["--quantize", scheme, "--sequence-length", arguments.longest]
-    peak = export(model, bundle, *flags)["peak_rss_mb"] * 2**20
+    peak = export(model, bundle, *flags)["peak_rss_mb"] * 1e6
     # Freshly written files are cached in larger blocks than files that are read page by page.
     drop_from_cache(bundle / "weights")
     pairs: dict[str, tuple[float, float]] = {}

@@ -49,7 +49,7 @@ def export(model: Path, out: Path, *flags: object) -> dict[str, float]:
     return {
         "seconds": time.monotonic() - begin,
         "processor_seconds": usage.ru_utime + usage.ru_stime,
-        "peak_rss_mb": usage.ru_maxrss / 1024,
+        "peak_rss_mb": usage.ru_maxrss * 1024 / 1e6,
     }
 
 

@@ -84,7 +84,7 @@ def take_steps(settings: Mapping[str, Any]) -> dict[str, Any]:
     )
     trainer.train()
     trainer.model.save_pretrained(Path(settings["out"], "adapter"))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
     return {"losses": losses, "seconds": times, "tokens": tokens, "memory_mb": peak}
 
 

@@ -53,8 +53,9 @@ def write_task(name: str, data: Path, folder: Path) -> Path:
     """Write train.jsonl, dev.jsonl and test.jsonl of a task, unless they exist, and return their folder."""
     if not (folder / f"{SPLITS[-1]}.jsonl").is_file():
         folder.mkdir(parents=True, exist_ok=True)
-        for split, rows in make_splits(name, data / name).items():
-            write_rows(folder / f"{split}.jsonl", rows)
+        splits = make_splits(name, data / name)
+        for split in SPLITS:
+            write_rows(folder / f"{split}.jsonl", splits[split])
     return folder
 
 

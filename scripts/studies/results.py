@@ -59,6 +59,11 @@ RATES = {
     "exact": 0.00333,
     **dict.fromkeys(("backprop-lora-fa", "backprop-lora-fa-bf16", "backprop-lora"), 0.00333),
 }
+# Runs with different values of these are not of one comparison.
+SHARED_SETTINGS = (
+    *("budget", "budget_value", "search_trials", "optimizer", "lr_scheduler_type"),
+    *("quantize", "target_modules", "rank", "lora_alpha", "batch_size", "sequence_length"),
+)
 # Settings of a comparison of memory: a few steps, and few rows to score.
 SHORT = {"budget": "steps", "budget_value": 4, "evaluation_growth": 1e3, "dev_limit": 16, "test_limit": 16}
 GROWTH = 2.2  # of passes from evaluation to evaluation
@@ -216,10 +221,11 @@ def collect(out: Path, earlier: Path | None = None) -> dict[str, Any]:
     comparisons = {}
     for plan in make_plans():
         before, new = figures["comparisons"].get(plan.name, {}), plan.result(out)
-        if result := join_runs(before.get("result", {}), new):
-            comparison = summarize(plan, result, plan.folder(out))
-            answers = comparison["answers"] or before.get("answers", {})
-            comparisons[plan.name] = {**comparison, "answers": answers, "result": without_paths(result)}
+        answers = plan.folder(out) / "answers.json"
+        scores = {**before.get("scores", {}), **(read_json(answers) if answers.is_file() else {})}
+        if result := join_runs(plan.name, before.get("result", {}), new):
+            comparison = summarize(plan, result, scores)
+            comparisons[plan.name] = {**comparison, "scores": scores, "result": without_paths(result)}
     files = {f"{batch}x{length}": out / "speed" / f"{batch}x{length}.json" for batch, length in SHAPES}
     schemes = {shape: read_json(path)["schemes"] for shape, path in files.items() if path.is_file()}
     speed = {shape: {base: each[BASES[base]] for base in BASES} for shape, each in schemes.items()}
@@ -233,14 +239,25 @@ def without_paths(result: Mapping[str, Any]) -> dict[str, Any]:
     return {**result, "command": "", "settings": {**result["settings"], **names}}
 
 
-def join_runs(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the result of a comparison with the runs of two; of the same run, the second result counts."""
+def join_runs(name: str, first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the result of a comparison with the runs of two.
+
+    Of the same run, and of methods with different learning rates, the second result counts.
+    """
     if not (first and second):
         return {**(first or second)}
+    for setting in SHARED_SETTINGS:
+        values = [each["settings"].get(setting) for each in (first, second)]
+        if values[0] != values[1]:
+            raise SystemExit(
+                f"{name}: {setting} is {values[1]} in --out and {values[0]} in --json: choose another --json"
+            )
     methods = {**first["methods"], **second["methods"]}
-    for name in first["methods"].keys() & second["methods"].keys():
-        runs = {run["seed"]: run for each in (first, second) for run in each["methods"][name]["runs"]}
-        methods[name] = {**methods[name], "runs": [runs[seed] for seed in sorted(runs)]}
+    for method in first["methods"].keys() & second["methods"].keys():
+        both = [each["methods"][method] for each in (first, second)]
+        if both[0]["learning_rate"] == both[1]["learning_rate"]:
+            runs = {run["seed"]: run for each in both for run in each["runs"]}
+            methods[method] = {**both[1], "runs": [runs[seed] for seed in sorted(runs)]}
     return {**second, "methods": methods}
 
 
@@ -262,8 +279,16 @@ def not_run(comparisons: Mapping[str, Any]) -> Iterator[str]:
         yield f"No method has a seed: {'; '.join(without_any)}."
 
 
-def summarize(plan: Plan, result: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the figures of a comparison by method: means and ranges, and curves as far as all runs go."""
+def summarize(
+    plan: Plan, result: Mapping[str, Any], scores: Mapping[str, Mapping[str, float]]
+) -> dict[str, Any]:
+    """Return the figures of a comparison by method: means and ranges, and curves as far as all runs go.
+
+    Args:
+        plan: the comparison.
+        result: its result, which has runs by method.
+        scores: scores of the answers by run, such as `p-rge-42`.
+    """
     figures = to_json(result, judge(result))
     for name, method in figures["methods"].items():
         runs = result["methods"][name]["runs"]
@@ -277,11 +302,10 @@ def summarize(plan: Plan, result: Mapping[str, Any], folder: Path) -> dict[str, 
         method["perplexity"] = spread(run["test"].get("perplexity") for run in runs)
     settings = {name: result["settings"][name] for name in ("budget_value", "search_trials", "threads")}
     comparison = {**vars(plan), **figures, **settings, "rows": result["row_counts"], "answers": {}}
-    scores: dict[str, list[dict[str, float]]] = {}
-    if (folder / "answers.json").is_file():
-        for adapter, each in read_json(folder / "answers.json").items():
-            scores.setdefault(adapter.rpartition("-")[0] or adapter, []).append(each)
-    for name, seeds in scores.items():
+    by_method: dict[str, list[Mapping[str, float]]] = {}
+    for adapter, each in scores.items():
+        by_method.setdefault(adapter.rpartition("-")[0] or adapter, []).append(each)
+    for name, seeds in by_method.items():
         comparison["answers"][name] = {key: spread(each[key] for each in seeds) for key in seeds[0]}
     return comparison
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import subprocess
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -31,6 +30,7 @@ from questions import make_questions
 from verbs import (
     DEMO,
     evaluate,
+    has_diverged,
     make_once,
     make_parser,
     prge,
@@ -202,10 +202,8 @@ def search_grid(run: Callable[[float], Path]) -> float:
 
 def development_loss(run: Callable[[float], Path], rate: float) -> float:
     """Return the loss of development rows at the best step, or infinity if the run diverged."""
-    try:
-        return float(training_summary(run(rate))["best"]["loss"])
-    except subprocess.CalledProcessError:  # the run diverged
-        return math.inf
+    folder = run(rate)
+    return math.inf if has_diverged(folder) else float(training_summary(folder)["best"]["loss"])
 
 
 if __name__ == "__main__":

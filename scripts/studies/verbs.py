@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from prge.cli.subprocesses import read_json, verb_command
-from prge.formats.run_folder import read_metrics
+from prge.formats.run_folder import JOURNAL, SUMMARY, read_metrics
+from prge.system.atomic import write_file
 
 DEMO = Path(__file__).resolve().parents[2] / "server_export" / "demo_data"
 
@@ -42,11 +43,26 @@ def prge(verb: str, *arguments: object, **flags: Any) -> None:
 
 
 def make_once(verb: str, out: Path, *arguments: object, **flags: Any) -> Path:
-    """Return the folder that a verb writes; the verb is called only if the folder doesn't exist."""
+    """Return the folder that a verb writes; the verb is called only if the folder doesn't exist.
+
+    A run that was interrupted goes on. A run that diverged has a folder, too, without `final`.
+    """
     result_folder = out / "final" if verb in ("run", "baseline") else out
-    if not result_folder.exists():
-        prge(verb, *arguments, out=out, **flags)
+    if not result_folder.exists() and not has_diverged(out):
+        is_interrupted = verb == "run" and (out / JOURNAL).exists()
+        flags = {"resume": out} if is_interrupted else {**flags, "out": out}
+        try:
+            prge(verb, *arguments, **flags)
+        except subprocess.CalledProcessError:
+            if not has_diverged(out):
+                raise
     return out
+
+
+def has_diverged(run: Path) -> bool:
+    """Return whether the folder of a run or baseline says that it diverged."""
+    summary = run / SUMMARY
+    return summary.is_file() and read_json(summary)["run"]["status"] == "diverged"
 
 
 def evaluate(result: Path, **flags: Any) -> dict[str, Any]:
@@ -93,7 +109,7 @@ def training_summary(run: Path) -> dict[str, Any]:
 
 def write_rows(path: Path, rows: Iterable[object]) -> Path:
     """Write rows as jsonl."""
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_file(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
     return path
 
 

@@ -197,8 +197,8 @@ def remove_rows(path: Path, is_removed: Callable[[int, Fields | None, str], bool
 
     Args:
         path: the file, which keeps its mode.
-        is_meant: decides from a row's number, its fields (None if the line isn't a JSON object) and its line
-            whether to remove it.
+        is_removed: decides from a row's number, its fields (None if the line isn't a JSON object) and its
+            line whether to remove it.
 
     Raises:
         RunError: the file can't be read or written.

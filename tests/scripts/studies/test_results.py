@@ -216,6 +216,35 @@ def test_machines_share_a_study(study: Path, tmp_path: Path) -> None:
     assert both["comparisons"][MAIN.name]["methods"]["p-rge"]["seeds"] == [1, 2, 3]
 
 
+def test_answers_of_several_machines_are_joined(study: Path, tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    file.write_text(json.dumps(collect(study)), encoding="utf-8")
+    folder = write_result(tmp_path / "other", Plan(STYLE, "int4"), stored(tmp_path))
+    answers = {"base": {"style": 0.0, "right": 0.25}, "p-rge-3": {"style": 0.9, "right": 0.25}}
+    (folder / "answers.json").write_text(json.dumps(answers), encoding="utf-8")
+    joined = collect(tmp_path / "other", file)["comparisons"]["style-int4-query-value"]["answers"]
+    assert joined["p-rge"]["style"] == {"mean": pytest.approx(0.7), "lowest": 0.5, "highest": 0.9}
+
+
+def test_runs_of_another_budget_are_not_joined(study: Path, tmp_path: Path) -> None:
+    file, result = tmp_path / "results.json", stored(tmp_path)
+    file.write_text(json.dumps(collect(study)), encoding="utf-8")
+    result["settings"]["budget_value"] = 80.0
+    write_result(tmp_path / "other", MAIN, result)
+    with pytest.raises(SystemExit, match=r"budget_value is 80\.0 in --out and .* in --json"):
+        collect(tmp_path / "other", file)
+
+
+def test_runs_with_another_rate_replace_earlier_ones(study: Path, tmp_path: Path) -> None:
+    file, result = tmp_path / "results.json", stored(tmp_path)
+    file.write_text(json.dumps(collect(study)), encoding="utf-8")
+    result["methods"]["p-rge"]["learning_rate"] *= 2
+    del result["methods"]["p-rge"]["runs"][1:]
+    write_result(tmp_path / "other", MAIN, result)
+    joined = collect(tmp_path / "other", file)["comparisons"][MAIN.name]["methods"]
+    assert (joined["p-rge"]["seeds"], joined["tangent"]["seeds"]) == ([1], [1, 2, 3])
+
+
 def test_verdicts_follow_from_figures(study: Path) -> None:
     holds, in_part, fails, unknown = VERDICTS
     judged = claims(collect(study))
