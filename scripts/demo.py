@@ -55,7 +55,9 @@ _STEPS_BEFORE_THE_KILL = 40
 def main() -> int:
     """Run every step in a folder; print accuracy, forward passes, seconds and memory of every method."""
     parser = argparse.ArgumentParser(prog="demo.sh", description=__doc__)
-    parser.add_argument("--out", type=Path, help="folder for all results; default: demo-output or demo-smollm2")
+    parser.add_argument(
+        "--out", type=Path, help="folder for all results; default: demo-output or demo-smollm2"
+    )
     parser.add_argument(
         "--model",
         choices=["embedded", "smollm2"],

@@ -3,7 +3,7 @@
     completions of a prompt -> rewards -> advantages -> a loss for every token
 
 A completion is an example in which every token is a candidate of its own, so that the score of a candidate is
-the log-probability of its token. Names and defaults are those of TRL's GRPOConfig.
+the log-probability of its token. Names are those of TRL's GRPOConfig.
 """
 
 from __future__ import annotations
@@ -73,18 +73,39 @@ class GRPO:
         for index, example in enumerate(examples):
             assert isinstance(example, CompletionExample)
             now = scores[:, index, : example.candidates]
-            advantage = example.advantage
-            ratio = np.exp(now - np.array(example.sampled)) if example.sampled else np.ones(now.shape)
-            gain = ratio * advantage
-            clipped = np.clip(ratio, 1 - self.clip_range, 1 + self.clip_range) * advantage
-            loss, gradient = -np.minimum(gain, clipped), np.where(gain <= clipped, -gain, 0.0)
+            change = now - np.array(example.sampled) if example.sampled else np.zeros(now.shape)
+            loss, gradient = clipped_surrogate(change, example.advantage, self.clip_range)
             if self.beta:
-                difference = np.array(example.reference) - now
-                loss += self.beta * (np.expm1(difference) - difference)
-                gradient += self.beta * -np.expm1(difference)
+                divergence, derivative = divergence_from_start(now - np.array(example.reference))
+                loss, gradient = loss + self.beta * divergence, gradient + self.beta * derivative
             losses[:, index, : example.candidates] = loss
             gradients[:, index, : example.candidates] = gradient
         return losses, gradients
+
+
+def clipped_surrogate(
+    change: Float64Array, advantages: Float64Array | float, clip_range: float
+) -> tuple[Float64Array, Float64Array]:
+    """Return PPO's losses -min(r A, clip(r) A), and their derivatives by the log-probabilities now.
+
+    Args:
+        change: log of r, the log-probabilities now minus those when tokens or answers were sampled.
+        advantages: A, in the shape of `change` or for all of it.
+        clip_range: r is clipped to 1 - clip_range and 1 + clip_range.
+    """
+    ratio = np.exp(change)
+    gain = ratio * advantages
+    clipped = np.clip(ratio, 1 - clip_range, 1 + clip_range) * advantages
+    return -np.minimum(gain, clipped), np.where(gain <= clipped, -gain, 0.0)
+
+
+def divergence_from_start(change: Float64Array) -> tuple[Float64Array, Float64Array]:
+    """Return exp(-c) - 1 + c and its derivative by c, the log-probabilities now minus those at the start.
+
+    It estimates the Kullback-Leibler divergence without bias, and is never negative (Schulman's k3, as in
+    TRL's metric `kl`).
+    """
+    return np.expm1(-change) + change, -np.expm1(-change)
 
 
 def completion_example(row: int, prompt: Sequence[int], completion: Sequence[int]) -> CompletionExample:

@@ -25,6 +25,7 @@ from prge.engine import Float64Array, Target, TokenSequence
 from prge.errors import ConfigError
 from prge.objectives.examples import Example, LossNormalisation
 from prge.objectives.objective import CROSS_ENTROPY, Objective
+from prge.objectives.policy_gradient import clipped_surrogate, divergence_from_start
 
 ObjectiveName = Literal[
     "auto", "completion", "candidates", "dpo", "ipo", "simpo", "orpo", "kto", "grpo", "es"
@@ -255,12 +256,9 @@ class OfflineGRPO(Preference):
         """Return the losses and their derivatives, both f64 [copies, examples, 1]."""
         rewards = np.where(liked_of(examples), 1.0, -1.0)[:, None]
         advantages, change = rewards - rewards.mean(), scores - references_of(examples)
-        ratio = np.exp(change)
-        gain = ratio * advantages
-        clipped = np.clip(ratio, 1 - self.clip_range, 1 + self.clip_range) * advantages
-        losses = -np.minimum(gain, clipped) + self.beta * (np.expm1(-change) + change)
-        gradients = np.where(gain <= clipped, -gain, 0.0) - self.beta * np.expm1(-change)
-        return losses, gradients
+        losses, gradients = clipped_surrogate(change, advantages, self.clip_range)
+        divergence, derivative = divergence_from_start(change)
+        return losses + self.beta * divergence, gradients + self.beta * derivative
 
 
 @dataclass(frozen=True, kw_only=True)

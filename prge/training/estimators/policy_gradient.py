@@ -24,6 +24,7 @@ from prge.objectives.policy_gradient import (
     RewardScale,
     advantages,
     completion_example,
+    divergence_from_start,
     loss_weights,
 )
 from prge.training.estimators.protocol import Estimator, Measurement, Step
@@ -120,13 +121,9 @@ class PolicyGradient:
 
 
 def _divergence(reference: Sequence[tuple[float, ...]], now: Sequence[tuple[float, ...]]) -> float:
-    """Return the mean of exp(d) - d - 1 over all tokens, with the difference d of their log-probabilities.
-
-    It estimates the Kullback-Leibler divergence from the reference without bias, and is never negative
-    (Schulman's k3, as in TRL's metric `kl`).
-    """
-    difference = np.concatenate([*map(np.array, reference)]) - np.concatenate([*map(np.array, now)])
-    return float((np.expm1(difference) - difference).mean())
+    """Return the mean divergence of all tokens from their reference."""
+    change = np.concatenate([*map(np.array, now)]) - np.concatenate([*map(np.array, reference)])
+    return float(divergence_from_start(change)[0].mean())
 
 
 def _to_json(
