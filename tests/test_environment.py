@@ -8,7 +8,8 @@ from packaging.requirements import Requirement
 
 
 def test_every_package_of_every_extra_is_installed() -> None:
-    extras = metadata("prge").get_all("Provides-Extra") or []
+    # Only scripts/test.sh --all installs what builds the site of the documents.
+    extras = [extra for extra in metadata("prge").get_all("Provides-Extra") or [] if extra != "docs"]
     problems = []
     for requirement in map(Requirement, requires("prge") or []):
         if requirement.marker and not any(requirement.marker.evaluate({"extra": extra}) for extra in extras):
