@@ -100,10 +100,13 @@ def clipped_surrogate(
 
 
 def divergence_from_start(change: Float64Array) -> tuple[Float64Array, Float64Array]:
-    """Return exp(-c) - 1 + c and its derivative by c, the log-probabilities now minus those at the start.
+    """Return an estimate of the Kullback-Leibler divergence from the start adapter, and its derivative.
 
-    It estimates the Kullback-Leibler divergence without bias, and is never negative (Schulman's k3, as in
-    TRL's metric `kl`).
+    The estimate is exp(-c) - 1 + c. It has no bias, and is never negative (Schulman's k3, as in TRL's metric
+    `kl`).
+
+    Args:
+        change: c, the log-probabilities now minus those by the adapter that the run starts from.
     """
     return np.expm1(-change) + change, -np.expm1(-change)
 

@@ -276,7 +276,7 @@ def _validator(schema: object) -> Any:
 
 
 def _is_valid(value: object, validator: Any) -> bool:
-    """Return whether a value fits a JSON schema; raises RewardError if a reference of the schema is wrong."""
+    """Return whether a value fits a JSON schema; raises RewardError if a $ref can't be resolved."""
     from referencing.exceptions import Unresolvable
 
     try:

@@ -32,11 +32,11 @@ BEGIN, END = "<!-- Written by scripts/studies/results.py -->", "<!-- End of the 
 COMMAND = "python scripts/studies/results.py --data DATA --json docs/results.json --page docs/results.md"
 PROTOCOL = """
 The model is SmolLM2-135M-Instruct from weights of four bits, the protocol is MeZO's: at most 1,000 training
-rows; development rows choose learning rate and step; test rows are read once. All methods get the same rows
-and forward passes, of which a backward pass counts as two. A step has 16 examples, or 16 divided by the
-number of queries. MeZO's estimate is P-RGE's with one query, on LoRA-FA. A figure with a range [lowest,
+rows; development rows choose learning rate and step; each run scores the test rows once. All methods get the
+same rows and forward passes, of which a backward pass counts as two. A step has 16 examples, or 16 divided by
+the number of queries. MeZO's estimate is P-RGE's with one query, on LoRA-FA. A figure with a range [lowest,
 highest] is the mean over the seeds of its line. The target is 80 % of the way from the first to the lowest
-development loss of PyTorch's LoRA-FA. Rates are the best of three on the development rows of SST-2 with int4
+development loss of PyTorch's LoRA-FA. Rates were chosen on the development rows of SST-2 with int4
 weights, unless a line below a table says otherwise. Memory is that of steps over the loaded model. PyTorch
 computes with the bundle's weights, in float32 unless a line names bfloat16.
 """

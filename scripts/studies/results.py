@@ -53,7 +53,7 @@ COMPARED = tuple(name for name in METHODS if name not in ("backprop-full", "mezo
 LAYER_TASKS, LAYER_METHODS = ("sst2", STYLE), ("p-rge", "exact", "backprop-lora-fa", "backprop-lora")
 MEMORY_TASKS = ("sst2", "rte")
 FIXED: dict[str, Any] = {"rank": 8, "batch_size": 16, "sequence_length": 768}
-# Learning rates: the best of three on the development rows of SST-2 with int4 weights.
+# Learning rates, chosen on the development rows of SST-2 with int4 weights.
 RATES = {
     **dict.fromkeys(("p-rge-q1", "p-rge", "p-rge-q16", "fzoo", "tangent"), 0.015),
     "exact": 0.00333,
@@ -240,9 +240,9 @@ def without_paths(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def join_runs(name: str, first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the result of a comparison with the runs of two.
+    """Merge the runs of two results of the same comparison.
 
-    Of the same run, and of methods with different learning rates, the second result counts.
+    If both have a run, or have a method with different learning rates, the second result counts.
     """
     if not (first and second):
         return {**(first or second)}

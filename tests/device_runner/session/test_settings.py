@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from device_runner.session.plan import plan_run, resolve_settings
+from device_runner.session.plan import _resolve_steps, plan_run, resolve_settings
 from device_runner.session.settings import RunSettings
 from prge.cli.settings import parse_settings
 from prge.errors import ConfigError
@@ -137,6 +137,7 @@ def test_epochs_replace_steps() -> None:
     # grpo reads each batch for several steps.
     again = replace(settings, reward="reward.yaml", objective="grpo", num_iterations=4)
     assert (again.steps_per_batch, replace(again, objective="es").steps_per_batch) == (4, 1)
+    assert _resolve_steps(again, batch=12, examples=25).steps == 4 * result.steps
     with raises(ConfigError, "settings-unusable", containing="--eval-at"):
         planned(replace(settings, epochs=0.1))
 

@@ -1,4 +1,4 @@
-"""Folders that studies make once: interrupted runs go on, and a run that diverged is a result."""
+"""Studies call a verb once for each folder, resume interrupted runs, and keep runs that diverged."""
 
 from __future__ import annotations
 
